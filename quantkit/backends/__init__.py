@@ -1,0 +1,42 @@
+"""Who computes: faster twins of single operations. A backend is asked and answers with a kernel and the reason.
+
+The reference of an operation is plain PyTorch and lives with the codec or method that needs it; a backend is handed
+to methods and formats by the pipeline, so nothing selects a kernel by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quantkit.registry import Row, Table
+
+KERNELS = Table(
+    "kernel",
+    [Row("cpu/gptq_columns", "GPTQ's column loop in Numba", "quantkit.backends.cpu.columns:gptq_columns")],
+)
+
+
+class Backend:
+    """Picks kernels for one device. `reference` forces plain PyTorch everywhere."""
+
+    def __init__(self, device: torch.device, threads: int, reference: bool = False) -> None:
+        self.device = device
+        self.threads = threads
+        self.reference = reference
+        self.reasons: dict[str, str] = {}
+
+    def op(self, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the fastest kernel of an operation for this device, or its reference; `reasons` says why."""
+        key = f"{self.device.type}/{name}"
+        if self.reference:
+            self.reasons[name] = "reference: asked for"
+        elif key in KERNELS.names():
+            self.reasons[name] = f"{key}: {KERNELS.rows[key].summary}"
+            kernel: Callable[..., Any] = KERNELS[key](self.threads)
+            return kernel
+        else:
+            self.reasons[name] = f"reference: no kernel for {self.device.type}"
+        return reference

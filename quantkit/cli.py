@@ -1,0 +1,197 @@
+"""The Typer app. It imports neither torch nor transformers until a command runs, so that `--help` is fast.
+
+The flags of a command are made from frozen dataclasses: one field, one flag, one help line. Errors of ours become one
+line on standard error and their exit code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantkit import __version__
+from quantkit.commands._options import EvalOptions, GenerateOptions, RunOptions, SourceOptions, ToHfOptions
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.methods import METHODS, OPTIONS
+
+app = typer.Typer(
+    name="quantkit",
+    help="Quantize language models and prove that the result still works.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Model = Annotated[str, typer.Argument(help="Folder, hub id, .gguf file or built-in name (smollm2-135m).", show_default=False)]
+NEGATIVE = {"sym": "--asym"}
+
+
+def flags(*classes: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one flag per field of the dataclasses; the command receives one instance of each."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in _slots(classes)]
+        parameters = own + [_parameter(f) for cls in classes for f in dataclasses.fields(cls)]
+
+        def wrapper(**given: Any) -> None:
+            made = {}
+            for slot, cls in zip(_slots(classes), classes, strict=True):
+                values = {f.name: given.pop(f.name) for f in dataclasses.fields(cls)}
+                made[slot] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            command(**given, **made)
+
+        wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
+
+
+def _slots(classes: tuple[type, ...]) -> list[str]:
+    return ["options", "asked"][-len(classes) :]
+
+
+def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
+    annotation = typing.get_type_hints(_owner(field), include_extras=True)[field.name]
+    flag = "--" + field.name.replace("_", "-")
+    if annotation is bool and (field.default or field.name in NEGATIVE):
+        flag += "/" + NEGATIVE.get(field.name, "--no-" + flag[2:])
+    names = [flag, field.metadata["short"]] if field.metadata.get("short") else [flag]
+    text = field.metadata["help"]
+    if choices := field.metadata.get("choices"):
+        text = f"{text} [{' | '.join(choices)}]"
+    default = field.default
+    if typing.get_origin(annotation) is tuple:
+        annotation, default = list[str], []
+    info = typer.Option(*names, help=text, callback=_checker(flag, choices) if choices else None)
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, info]
+    )
+
+
+
+def _owner(field: dataclasses.Field[Any]) -> type:
+    from quantkit.methods._options import GptqOptions, RtnOptions
+
+    for cls in (RunOptions, ToHfOptions, EvalOptions, GenerateOptions, GptqOptions, RtnOptions):
+        if any(f is field for f in dataclasses.fields(cls)):
+            return cls
+    raise AssertionError(f"no dataclass has the field {field.name}")
+
+
+def _checker(flag: str, choices: tuple[str, ...]) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        if value not in choices:
+            raise UsageError(f"{flag} '{value}' cannot be. Known: {', '.join(choices)}.")
+        return value
+
+    return check
+
+
+def _add_method(name: str, summary: str) -> None:
+    module, _, attribute = OPTIONS[name].partition(":")
+    options_class = getattr(__import__(module, fromlist=[attribute]), attribute)
+
+    @flags(options_class, RunOptions)
+    def command(model: Model, options: Any, asked: RunOptions) -> None:
+        from quantkit.commands import quantize
+
+        quantize.run(name, model, options, asked)
+
+    command.__doc__ = summary + "."
+    app.command(name, help=summary + ".")(command)
+
+
+for _row in METHODS:
+    _add_method(_row.name, _row.summary[0].upper() + _row.summary[1:])
+
+
+@app.command("to-hf")
+@flags(ToHfOptions)
+def to_hf(
+    model: Model, output: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)], asked: ToHfOptions
+) -> None:
+    """Turn any artifact or GGUF file into a plain checkpoint that from_pretrained loads."""
+    from quantkit.commands import convert
+
+    convert.to_hf(model, output, asked)
+
+
+@app.command("eval-ppl")
+@flags(EvalOptions)
+def eval_ppl(model: Model, asked: EvalOptions) -> None:
+    """Measure perplexity over non-overlapping windows, streaming block by block."""
+    from quantkit.commands import evaluate
+
+    evaluate.eval_ppl(model, asked)
+
+
+@app.command("generate")
+@flags(GenerateOptions)
+def generate(model: Model, asked: GenerateOptions) -> None:
+    """Continue a prompt greedily, to see that an artifact speaks."""
+    from quantkit.commands import generate as module
+
+    typer.echo(module.generate(model, asked))
+
+
+@app.command("version")
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def main() -> None:
+    """Run the command line; errors of ours are one line and their exit code, an interrupt is 130."""
+    _quiet_libraries()
+    try:
+        app(standalone_mode=False)
+    except QuantkitError as error:
+        _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _fail("interrupted; run the same command again to resume", 130)
+    except OSError as error:
+        if error.errno not in (28, 122):  # no space, quota
+            raise
+        _fail("the disk is full; make room and run the same command again to resume", 1)
+    except (typer.Exit, SystemExit):
+        raise
+    except Exception as error:
+        if not isinstance(error, _click().ClickException):
+            raise
+        if isinstance(error, _click().exceptions.NoArgsIsHelpError):
+            error.show()
+            sys.exit(2)
+        _fail(error.format_message(), 2)
+
+
+def _click() -> types.ModuleType:
+    from typer import _click as vendored  # typer ships its own click
+
+    return vendored
+
+
+def _quiet_libraries() -> None:
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE", "HF_HUB_DISABLE_TELEMETRY"):
+        os.environ.setdefault(name, "1")
+
+
+def _fail(message: str, code: int) -> None:
+    typer.echo(f"quantkit: {message}", err=True)
+    sys.exit(code)
+
+
+__all__ = ["SourceOptions", "app", "main"]

@@ -1,0 +1,119 @@
+"""The options that every quantizing run has, whatever its method. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from quantkit.errors import UsageError
+from quantkit.methods._options import option
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
+FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def parse_size(text: str, flag: str) -> int:
+    """Return bytes from a size such as 5GB, 500MB or 50KB."""
+    match = SIZE.fullmatch(text.strip())
+    if not match or not float(match[1]):
+        raise UsageError(f"{flag} '{text}' is not a size such as 5GB or 500MB.")
+    return int(float(match[1]) * FACTORS[match[2].upper()])
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """How a model is found and opened."""
+
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    offline: bool = option(False, "Never use the network.")
+    trust_remote_code: bool = option(False, "Run the model's own code, if it brings any.")
+
+
+@dataclass(frozen=True)
+class RunOptions(SourceOptions):
+    """Source, data, output and machine of a run."""
+
+    output: str | None = option(None, "Folder to write; default NAME-METHOD-Nbit.", short="-o")
+    format: str = option("gptq", "Container.", choices=("gptq", "compressed-tensors"))
+    calibration: str = option(
+        "bundled", "Text, JSONL or Parquet file; a named data set; hf:owner/name; bundled; or self (the model writes it)."
+    )
+    column: str = option("", "Column of a JSONL or Parquet file or data set.")
+    samples: int = option(64, "Calibration samples.")
+    seq_len: int = option(512, "Tokens of a sample.")
+    seed: int = option(0, "Seed of everything random.")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")
+    dtype: str = option(
+        "auto",
+        "Dtype of the tensors that are not quantized; auto leaves them alone.",
+        choices=("auto", "float16", "bfloat16", "float32"),
+    )
+    max_shard_size: str = option("5GB", "Largest size of one weight file.")
+    max_memory: str | None = option(None, "Memory to stay under, such as 8GB; default: what is free.")
+    schedule: str = option("auto", "How blocks are replayed.", choices=("auto", "one-pass", "two-pass"))
+    batch: int = option(0, "Samples per batch; 0 chooses.")
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
+    resume_states: str = option(
+        "store", "On resume, read the hidden states from disk or compute them again.", choices=("store", "recompute")
+    )
+    restart: bool = option(False, "Discard what an unfinished run left.")
+    force: bool = option(False, "Replace an existing output.")
+    strict: bool = option(False, "Fail if anything falls back.")
+    allow_requantize: bool = option(False, "Accept a source that is already quantized.")
+    dry_run: bool = option(False, "Print the plan and stop.")
+    eval: str = option("", "Measure perplexity before and after on this text (a file, or bundled).")
+    reference: bool = option(False, "Use the plain PyTorch reference instead of faster kernels.")
+    quiet: bool = option(False, "Print nothing for people.", short="-q")
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+    cache: str = option("~/.cache/quantkit", "Where text written by --calibration self is kept.")
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--max-shard-size", self.max_shard_size), ("--max-memory", self.max_memory)):
+            if value is not None:
+                parse_size(value, flag)
+        for name in ("samples", "seq_len"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} cannot be: at least 1.")
+
+    def shard_bytes(self, total: int) -> int:
+        """Return the largest bytes of a shard, given the total."""
+        return min(parse_size(self.max_shard_size, "--max-shard-size"), max(total, 1))
+
+    @property
+    def max_memory_bytes(self) -> int:
+        """The memory budget in bytes, 0 when none was given."""
+        return parse_size(self.max_memory, "--max-memory") if self.max_memory else 0
+
+
+@dataclass(frozen=True)
+class ToHfOptions(SourceOptions):
+    """Options of to-hf."""
+
+    dtype: str = option(
+        "bfloat16", "Dtype of the floats; auto keeps each tensor's.", choices=("auto", "float32", "bfloat16", "float16")
+    )
+    max_shard_size: str = option("5GB", "Largest size of one weight file.")
+    force: bool = option(False, "Replace an existing output.")
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+
+
+@dataclass(frozen=True)
+class EvalOptions(SourceOptions):
+    """Options of eval-ppl."""
+
+    data: str = option("bundled", "Text to score: a file, a named data set, or bundled.")
+    reference: str | None = option(None, "Another model to measure on the same windows.")
+    window: int = option(1024, "Tokens of a window.")
+    windows: int = option(40, "How many windows; 0 takes the whole text.")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+
+
+@dataclass(frozen=True)
+class GenerateOptions(SourceOptions):
+    """Options of generate."""
+
+    prompt: str = option("", "Text to continue.")
+    max_new_tokens: int = option(40, "Tokens to add.")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")

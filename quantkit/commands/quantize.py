@@ -1,0 +1,262 @@
+"""`quantkit gptq` and `quantkit rtn`: from a model to a verified artifact."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy
+import psutil
+import torch
+import transformers
+from torch import Tensor
+
+from quantkit import __version__, artifact, corpus, perplexity, selfwritten
+from quantkit.backends import Backend
+from quantkit.calibrate import SCHEDULES, record
+from quantkit.commands._options import RunOptions
+from quantkit.errors import PlanError, StrictError, UsageError, name_list
+from quantkit.formats import FORMATS
+from quantkit.journal import Journal
+from quantkit.loader import Loader, pick_device
+from quantkit.methods import METHODS
+from quantkit.pipeline import quantize_blocks, without_data
+from quantkit.plan import Plan, make_plan
+from quantkit.report import Eye, mib, peak_memory, print_json
+from quantkit.source import Source, resolve
+from quantkit.verify import verify
+
+EVAL_WINDOW = 512
+EVAL_WINDOWS = 16
+NEEDS_DATA = ("gptq",)
+
+
+def run(method: str, model: str, options: Any, asked: RunOptions) -> None:
+    """Do the whole run, print its report, and its JSON document if asked for."""
+    began = time.perf_counter()
+    torch.set_num_threads(asked.threads or torch.get_num_threads())
+    form = FORMATS[asked.format]
+    source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
+    output = Path(asked.output or f"{source.name}-{method}-{options.bits}bit")
+    if source.quantized and not asked.allow_requantize:
+        raise PlanError(
+            f"{model} is already quantized ({source.quantized}). Start from the original, or turn it into a plain "
+            f"checkpoint first (quantkit to-hf {model} DIR), or insist with --allow-requantize."
+        )
+    partial = artifact.prepare_output(output, source.folder, asked.force)
+    dtype = asked.dtype if asked.dtype != "auto" else "bfloat16" if source.gguf_file else "auto"
+    with Eye(asked.quiet) as eye:
+        for text in source.notices:
+            eye.notice(text)
+        loader = Loader(source, pick_device(asked.device))
+        plan = make_plan(loader, method, options, form, dtype, asked.strict)
+        eye.plan(plan, source.name, form.name)
+        document: dict[str, Any] = {"command": method, "model": model, "output": str(output), "plan": _plan_document(plan)}
+        if not asked.dry_run:
+            document |= _quantize(method, loader, plan, options, asked, form, dtype, output, partial, eye)
+            document["seconds"] = round(time.perf_counter() - began, 2)
+            document["peak_memory"] = peak_memory()
+            eye.totals({"time": f"{document['seconds']:.1f} s, peak memory {mib(document['peak_memory'])}", "output": str(output)})
+    if asked.json:
+        print_json(document)
+
+
+def _plan_document(plan: Plan) -> dict[str, Any]:
+    rows = [
+        {"module": r.module, "shape": list(r.shape), "method": r.method, "reason": r.reason, **(asdict(r.codec) if r.codec else {})}
+        for r in plan.rows
+    ]
+    return {
+        "modules": rows,
+        "bytes_before": plan.before,
+        "bytes_after": plan.after,
+        "bits_per_weight": round(plan.bits_per_weight, 4),
+        "runtimes": plan.runtimes,
+    }
+
+
+def _quantize(method: str, loader: Loader, plan: Plan, options: Any, asked: RunOptions, form: Any, dtype: str, output: Path,
+              partial: Path, eye: Eye) -> dict[str, Any]:  # fmt: skip
+    source = loader.source
+    tokens = _calibration(loader, asked, eye) if method in NEEDS_DATA else None
+    schedule, batch = choose_schedule(loader, tokens, asked) if tokens else ("none", 0)
+    settings = _settings(method, source, options, asked, tokens, schedule, batch, dtype, str(loader.device))
+    states = tokens.rows.numel() * loader.model.get_input_embeddings().weight.shape[1] * 4 if tokens else 0
+    artifact.require_disk(partial.parent, 2 * plan.after // 2 + asked.shard_bytes(plan.after) + 2 * states, "The run")
+    before = _evaluate(loader, asked, eye, "before") if asked.eval else None
+    journal = Journal(partial, settings, asked.restart)
+    resumed = journal.done if journal.resumed else None
+    if resumed is not None:
+        eye.notice(f"resuming after block {resumed} of {len(loader.blocks)}")
+    recording = None
+    if tokens is not None and journal.done < len(loader.blocks):
+        eye.phase(f"recording {len(tokens.rows)} x {tokens.rows.shape[1]} tokens ({tokens.origin})")
+        recording = record(loader, list(tokens.rows.split(batch)))
+    backend = Backend(loader.device, torch.get_num_threads(), asked.reference)
+    solver = METHODS[method](options, backend)
+    eye.phase(f"quantizing {len(loader.blocks)} blocks on {loader.device}" + (f", {schedule}" if tokens else ""))
+    quantize_blocks(loader, plan, recording, solver, form, journal, SCHEDULES.get(schedule, without_data),
+                    asked.resume_states == "store", eye)  # fmt: skip
+    del recording
+    notes = journal.notes()
+    fallen = [note["module"] for note in notes if note["fallback"]]
+    if fallen and asked.strict:
+        raise StrictError(f"--strict: {len(fallen)} modules fell back to rounding: {name_list(fallen)}.")
+    eye.phase("writing shards")
+    document = _finish(loader, plan, journal, notes, settings, form, dtype, asked, output, partial, eye)
+    eye.modules_table(notes)
+    document |= {"resumed_from_block": resumed, "fallbacks": fallen, "notices": tokens.notices if tokens else []}
+    document |= {"schedule": schedule, "threads": settings["threads"], "modules": notes, "kernels": backend.reasons}
+    eye.totals({"size": f"{mib(plan.before)} -> {mib(plan.after)}, {plan.bits_per_weight:.2f} bits per quantized weight"})
+    if before is not None:
+        artifact_loader = Loader(resolve(str(output), trust_remote_code=asked.trust_remote_code), loader.device)
+        after = _evaluate(artifact_loader, asked, eye, "after")
+        document |= {"perplexity_before": before, "perplexity_after": after}
+        eye.totals({"perplexity": f"{before:.3f} -> {after:.3f} on {asked.eval}"})
+    return document
+
+
+def _calibration(loader: Loader, asked: RunOptions, eye: Eye) -> corpus.Tokens:
+    tokenizer = loader.source.tokenizer()
+    if asked.calibration == "self":
+        tokens = selfwritten.write(loader, tokenizer, asked.samples, asked.seq_len, asked.seed, Path(asked.cache), eye.phase)
+    else:
+        tokens = corpus.draw(
+            tokenizer, asked.calibration, asked.samples, asked.seq_len, asked.seed, asked.column, asked.offline
+        )
+    for text in tokens.notices:
+        eye.notice(text)
+    if (limit := getattr(loader.source.config().get_text_config(), "max_position_embeddings", None)) and asked.seq_len > limit:
+        raise UsageError(f"--seq-len {asked.seq_len} is more than the model's {limit} positions.")
+    return tokens
+
+
+def choose_schedule(loader: Loader, tokens: corpus.Tokens, asked: RunOptions) -> tuple[str, int]:
+    """Return the schedule's name and the rows of a batch: one pass where its held activations fit the budget."""
+    batch = asked.batch or max(1, 2048 // tokens.rows.shape[1])
+    if asked.schedule != "auto":
+        return asked.schedule, batch
+    widths = [m.weight.shape[1] for i in range(len(loader.blocks)) for m in loader.linears(i).values()]
+    hidden = loader.model.get_input_embeddings().weight.shape[1]
+    held = tokens.rows.numel() * 4 * (2 * hidden + max(widths))
+    budget = asked.max_memory_bytes or int(psutil.virtual_memory().available * 0.8)
+    return ("one-pass" if held < budget else "two-pass"), batch
+
+
+def _settings(method: str, source: Source, options: Any, asked: RunOptions, tokens: corpus.Tokens | None, schedule: str,
+              batch: int, dtype: str, device: str) -> dict[str, Any]:  # fmt: skip
+    """Return everything that decides the output's bytes: what the journal compares and the manifest records."""
+    return {
+        "method": method,
+        "options": asdict(options),
+        "format": asked.format,
+        "dtype": dtype,
+        "max_shard_size": asked.max_shard_size,
+        "source": {"name": source.name, "revision": source.revision, "sha256": source.fingerprint()},
+        "calibration": None
+        if tokens is None
+        else {
+            "origin": asked.calibration if "/" not in asked.calibration else Path(asked.calibration).name,
+            "samples": len(tokens.rows),
+            "seq_len": tokens.rows.shape[1],
+            "seed": asked.seed,
+            "sha256": tokens.digest(),
+        },
+        "schedule": schedule,
+        "batch": batch,
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "reference": asked.reference,
+        "versions": {
+            "quantkit": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": numpy.__version__,
+            "numba": numba.__version__,
+        },
+    }
+
+
+def _finish(loader: Loader, plan: Plan, journal: Journal, notes: list[dict[str, Any]], settings: dict[str, Any], form: Any,
+            dtype: str, asked: RunOptions, output: Path, partial: Path, eye: Eye) -> dict[str, Any]:  # fmt: skip
+    zeros_from_one = all(note["least_zero"] > 0 for note in notes)
+    rows = {row.tensor: row for row in plan.packed}
+
+    def settle(weight: str, name: str) -> Any:
+        return form.settle(name, rows[weight].codec.bits, zeros_from_one)
+
+    reader = artifact.part_reader(journal, {row.tensor: row.block for row in plan.packed}, settle)
+    pieces = artifact.pieces_of(loader, plan.kept, plan.layouts, reader)
+    artifact.write_shards(partial, pieces, asked.shard_bytes(plan.after), journal)
+    extra = {**asdict_options(settings["options"]), "quantizer": f"quantkit:{__version__}", "ignore": plan.ignore}
+    config = form.config(plan.rows, extra, zeros_from_one)
+    carried, notices = artifact.write_side_files(loader, partial, config, dtype)
+    for text in notices:
+        eye.notice(text)
+    if form.side_config:
+        artifact.write_json(partial / form.side_config, config)
+    command = canonical_command(settings, asked)
+    readme = loader.source.folder / "README.md"
+    summary = f"{len(plan.packed)} linear layers, {plan.bits_per_weight:.2f} bits per weight, format {form.name}."
+    card = artifact.model_card(loader.source.name, command, summary, _card_table(notes),
+                               readme if readme.exists() and not loader.source.gguf_file else None)  # fmt: skip
+    (partial / "README.md").write_text(card, encoding="utf-8")
+    artifact.write_json(partial / artifact.MANIFEST, {
+        "version": artifact.MANIFEST_VERSION, "command": command, **settings, "modules": notes,
+        "carried": carried, "files": artifact.file_digests(partial),
+    })  # fmt: skip
+    eye.phase("verifying")
+    proof = verify(partial, {piece.name: piece.info for piece in pieces}, notes, loader.source)
+    journal.remove()
+    artifact.publish(partial, output)
+    eye.totals({"verified": f"{proof.tensors} tensors; the codes of {proof.modules} modules read back as chosen"})
+    return {"verified": asdict(proof), "bytes_after": plan.after, "bits_per_weight": round(plan.bits_per_weight, 4), "carried": carried}
+
+
+def asdict_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a method's options as the formats' configuration wants them."""
+    return dict(options)
+
+
+def canonical_command(settings: dict[str, Any], asked: RunOptions) -> str:
+    """Return the command that makes this artifact again, its output left to the default."""
+    words = ["quantkit", settings["method"], settings["source"]["name"]]
+    for key, value in settings["options"].items():
+        flag = "--" + key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append({"sym": "--sym" if value else "--asym"}.get(key, flag if value else flag.replace("--", "--no-", 1)))
+        elif isinstance(value, (list, tuple)):
+            words += [word for item in value for word in (flag, str(item))]
+        else:
+            words += [flag, str(value)]
+    if settings["calibration"]:
+        for key in ("samples", "seq_len", "seed"):
+            words += ["--" + key.replace("_", "-"), str(settings["calibration"][key])]
+        words += ["--calibration", settings["calibration"]["origin"]]
+    words += ["--format", settings["format"]]
+    return shlex.join(words)
+
+
+def _card_table(notes: list[dict[str, Any]]) -> str:
+    lines = ["| module | bits | group | relative output error |", "|---|---|---|---|"]
+    lines += [f"| {n['module']} | {n['bits']} | {n['group']} | {n['error']:.6f} |" for n in notes]
+    return "\n".join(lines)
+
+
+def _evaluate(loader: Loader, asked: RunOptions, eye: Eye, when: str) -> float:
+    eye.phase(f"measuring perplexity {when}")
+    windows, dropped = _eval_windows(loader, asked)
+    return perplexity.measure(loader, windows, dropped).perplexity
+
+
+def _eval_windows(loader: Loader, asked: RunOptions) -> tuple[Tensor, int]:
+    return perplexity.held_out(loader.source.tokenizer(), asked.eval, EVAL_WINDOW, EVAL_WINDOWS, asked.offline)
+
+
+def option_names(options: Any) -> list[str]:
+    """Return the names of an options dataclass's fields."""
+    return [field.name for field in fields(options)]

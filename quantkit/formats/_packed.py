@@ -1,0 +1,66 @@
+"""A packed artifact shown as a plain checkpoint: the shared part of the readers of quantized formats.
+
+A subclass of `PackedStore` names its modules' tensors and turns them into a `QuantTensor`; here they become
+`MODULE.weight` in float32, and everything else passes through.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from quantkit.formats import _safetensors as st
+from quantkit.formats._safetensors import TensorInfo
+from quantkit.formats.store import TensorStore
+from quantkit.tensors import QuantTensor
+
+
+class PackedStore(ABC):
+    """Wraps a store; `anchor` is the suffix that marks a packed module, `suffixes` all that belong to one."""
+
+    anchor: str
+    suffixes: tuple[str, ...]
+
+    def __init__(self, inner: TensorStore) -> None:
+        self.inner = inner
+        self.modules = {n.removesuffix(self.anchor): n for n in inner.names() if n.endswith(self.anchor)}
+        self._shown: dict[str, str] = {}  # shown name -> module, or "" when it passes through
+        for name in inner.names():
+            module = next((name.removesuffix(s) for s in self.suffixes if name.endswith(s)), None)
+            if module is None or module not in self.modules:
+                self._shown[name] = ""
+            elif name.endswith(self.anchor):
+                self._shown[f"{module}.weight"] = module
+
+    @abstractmethod
+    def shape(self, module: str) -> tuple[int, int]:
+        """Return (out, in) of a packed module, from headers alone."""
+
+    @abstractmethod
+    def quant(self, module: str) -> QuantTensor:
+        """Read a packed module."""
+
+    def names(self) -> list[str]:
+        """Names as a plain checkpoint would have them."""
+        return list(self._shown)
+
+    def info(self, name: str) -> TensorInfo:
+        """Packed modules count as float32."""
+        module = self._shown[name]
+        return TensorInfo("F32", self.shape(module)) if module else self.inner.info(name)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor; a packed module's weight is dequantized to float32 [out, in]."""
+        module = self._shown[name]
+        return self.quant(module).dequantize() if module else self.inner.read(name)
+
+    def chunks(self, name: str) -> Iterator[bytes | memoryview]:
+        """One tensor's bytes in pieces."""
+        return st.tensor_bytes(self.read(name)) if self._shown[name] else self.inner.chunks(name)
+
+    def files(self) -> list[Path]:
+        """The files of the wrapped store."""
+        return self.inner.files()

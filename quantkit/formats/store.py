@@ -1,0 +1,188 @@
+"""Where tensors are read from: names, shapes and one tensor at a time, whatever the container.
+
+`SafetensorsStore` and `BinStore` read plain checkpoints here; a quantized format's reader wraps a store and shows
+its modules as plain weights again, so that any artifact can be a source.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import SourceError, name_list
+from quantkit.formats import _safetensors as st
+from quantkit.formats._safetensors import TensorInfo
+
+INDEX = "model.safetensors.index.json"
+BIN_INDEX = "pytorch_model.bin.index.json"
+
+
+class TensorStore(Protocol):
+    """Named tensors that are read one at a time."""
+
+    def names(self) -> list[str]:
+        """Names, in a stable order."""
+        ...
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype code and shape of one tensor, without reading it."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, in memory of its own."""
+        ...
+
+    def chunks(self, name: str) -> Iterator[bytes | memoryview]:
+        """One tensor's bytes in pieces."""
+        ...
+
+    def files(self) -> list[Path]:
+        """The files that hold the tensors."""
+        ...
+
+
+class SafetensorsStore:
+    """The safetensors files of one checkpoint, checked as a whole before anything is read."""
+
+    def __init__(self, paths: list[Path], claims: dict[str, str] | None = None) -> None:
+        self.paths = paths
+        self.entries: dict[str, tuple[Path, st.Entry]] = {}
+        for path in paths:
+            for name, entry in st.read_header(path).items():
+                if claims is not None and claims.get(name) != path.name:
+                    continue
+                if name in self.entries:
+                    raise SourceError(
+                        f"Two files hold '{name}': {self.entries[name][0].name} and {path.name}. "
+                        "Remove the one that does not belong to this checkpoint."
+                    )
+                self.entries[name] = (path, entry)
+        if claims is not None and (lacking := [name for name in claims if name not in self.entries]):
+            where = sorted({claims[name] for name in lacking})
+            raise SourceError(
+                f"{INDEX} claims {len(lacking)} tensors that {name_list(where)} does not hold: {name_list(lacking)}."
+            )
+
+    def names(self) -> list[str]:
+        """Names, by file and then by position in it."""
+        return list(self.entries)
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype code and shape of one tensor."""
+        return self.entries[name][1].info
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, copied from the file."""
+        return st.read_tensor(*self.entries[name])
+
+    def chunks(self, name: str) -> Iterator[bytes | memoryview]:
+        """One tensor's bytes in pieces."""
+        return st.read_chunks(*self.entries[name])
+
+    def files(self) -> list[Path]:
+        """The shard files."""
+        return self.paths
+
+
+class BinStore:
+    """Legacy `.bin` files, read by torch's weights-only loader; one file is mapped at a time."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+        self.where: dict[str, Path] = {}
+        self.infos: dict[str, TensorInfo] = {}
+        self.open: tuple[Path, dict[str, Tensor]] | None = None
+        for path in paths:
+            for name, tensor in self._load(path).items():
+                self.where[name] = path
+                self.infos[name] = TensorInfo(st.CODES[tensor.dtype], tuple(tensor.shape))
+
+    def _load(self, path: Path) -> dict[str, Tensor]:
+        if self.open is None or self.open[0] != path:
+            try:
+                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except (RuntimeError, OSError, ValueError, EOFError, __import__("pickle").UnpicklingError) as error:
+                raise SourceError(
+                    f"{path} cannot be read by torch's weights-only loader ({str(error).splitlines()[0]}). "
+                    "quantkit never unpickles; save the model as safetensors."
+                ) from None
+            self.open = (path, {k: v for k, v in loaded.items() if isinstance(v, Tensor)})
+        return self.open[1]
+
+    def names(self) -> list[str]:
+        """Names, by file."""
+        return list(self.infos)
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype code and shape of one tensor."""
+        return self.infos[name]
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, copied from the file."""
+        return self._load(self.where[name])[name].clone(memory_format=torch.contiguous_format)
+
+    def chunks(self, name: str) -> Iterator[bytes | memoryview]:
+        """One tensor's bytes in pieces."""
+        return st.tensor_bytes(self.read(name))
+
+    def files(self) -> list[Path]:
+        """The `.bin` files."""
+        return self.paths
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; a SourceError names the file if it is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise SourceError(f"{path} is not readable JSON ({error}).") from None
+    if not isinstance(value, dict):
+        raise SourceError(f"{path} holds no JSON object.")
+    return value
+
+
+def open_folder(folder: Path) -> tuple[TensorStore, list[str]]:
+    """Open a checkpoint folder; return its store and notices (weight files that the index does not name).
+
+    An index rules when there is one; without it every `*.safetensors` is read, and two files that hold the same
+    name are an error. `.bin` files are read only when there are no safetensors.
+    """
+    found = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).exists():
+        claims = _weight_map(folder / INDEX)
+        paths = _named_files(folder, claims, INDEX)
+        ignored = [path.name for path in found if path not in paths]
+        notices = [f"not named by {INDEX}, ignored: {name_list(ignored)}"] if ignored else []
+        return SafetensorsStore(paths, claims), notices
+    if found:
+        return SafetensorsStore(found), []
+    if (folder / BIN_INDEX).exists():
+        return BinStore(_named_files(folder, _weight_map(folder / BIN_INDEX), BIN_INDEX)), []
+    bins = sorted(folder.glob("pytorch_model*.bin"))
+    if not bins:
+        raise SourceError(f"{folder} holds no weights: no *.safetensors and no pytorch_model*.bin.")
+    return BinStore(bins), []
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    claims = read_json(path).get("weight_map")
+    if not isinstance(claims, dict) or not claims:
+        raise SourceError(f"{path} has no weight_map.")
+    return {str(name): str(file) for name, file in claims.items()}
+
+
+def _named_files(folder: Path, claims: dict[str, str], index: str) -> list[Path]:
+    paths = [folder / name for name in sorted(set(claims.values()))]
+    for path in paths:
+        if path.parent != folder or not path.is_file():
+            lacking = [name for name, file in claims.items() if file == path.name]
+            raise SourceError(
+                f"{folder / index} names {path.name}, which is missing; it should hold {name_list(lacking, 3)}. "
+                "Download the checkpoint again."
+            )
+    return paths

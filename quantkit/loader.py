@@ -1,0 +1,284 @@
+"""An empty skeleton of the model, a map of names, then one block at a time through accelerate.
+
+The skeleton has no weights: parameters are on the meta device, buffers (rotary frequencies, embedding scales) are
+real. `materialize` reads a module's tensors from the source in float32, `release` gives the memory back. Hooks that
+load on call are not used: they drop edited weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import PlanError, SourceError, UsageError, name_list
+from quantkit.families import family
+from quantkit.formats._packed import PackedStore
+from quantkit.formats._safetensors import DTYPES, TensorInfo, tensor_bytes
+from quantkit.formats.store import TensorStore
+from quantkit.source import Source
+
+
+def pick_device(asked: str) -> torch.device:
+    """Return the torch device for `--device`; 'auto' is CUDA, then MPS, then the CPU."""
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(asked)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {asked}: {str(error).splitlines()[0]} Use cpu, cuda, cuda:N, mps or auto.") from None
+    return device
+
+
+def build_skeleton(config: Any, trust_remote_code: bool = False) -> nn.Module:
+    """Return the causal language model of a configuration, in eval mode, with its parameters on the meta device."""
+    import transformers
+    from accelerate import init_empty_weights
+
+    architectures = config.architectures or []
+    cls = getattr(transformers, architectures[0], None) if len(architectures) == 1 else None
+    try:
+        with init_empty_weights(include_buffers=False):
+            if cls is not None and hasattr(cls, "_from_config") and not trust_remote_code:
+                model = cls._from_config(config, dtype=torch.float32)
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, trust_remote_code=trust_remote_code
+                )
+    except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
+        raise SourceError(
+            f"transformers {transformers.__version__} cannot build this model from its config.json: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+    model.tie_weights()
+    return model.eval()
+
+
+class NameMap:
+    """Source names and model names, both ways.
+
+    to_model and to_source hold one-to-one pairs; `unused` are source tensors that the model class has no place for
+    (carried through); `tied` maps a parameter without a tensor of its own to the one it shares.
+    """
+
+    def __init__(self, model: nn.Module, store: TensorStore) -> None:
+        wanted = dict(model.state_dict(keep_vars=True))
+        self.to_model: dict[str, str] = {}
+        self.unused: list[str] = []
+        rename = _renamer(model, wanted)
+        for source in store.names():
+            target = rename(source)
+            if target in wanted and target not in self.to_model.values():
+                self.to_model[source] = target
+            else:
+                self.unused.append(source)
+        self.to_source = {target: source for source, target in self.to_model.items()}
+        self.transposed: set[str] = set()
+        self.tied = self._ties(wanted)
+        self._check(model, wanted, store)
+
+    def _ties(self, wanted: dict[str, Tensor]) -> dict[str, str]:
+        owners: dict[int, str] = {}
+        for name in sorted(wanted, key=lambda n: n not in self.to_source):
+            owners.setdefault(id(wanted[name]), name)
+        return {name: owners[id(value)] for name, value in wanted.items() if owners[id(value)] != name}
+
+    def _check(self, model: nn.Module, wanted: dict[str, Tensor], store: TensorStore) -> None:
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        lacking = [n for n in wanted if n in parameters and n not in self.to_source and n not in self.tied]
+        if lacking:
+            raise SourceError(
+                f"The checkpoint lacks {len(lacking)} tensors of {type(model).__name__}: {name_list(lacking)}. "
+                f"It holds, without a place for them: {name_list(self.unused) or 'nothing else'}."
+            )
+        for source, target in self.to_model.items():
+            have, want = store.info(source).shape, tuple(wanted[target].shape)
+            if isinstance(store, PackedStore) and have == want[::-1] and _of_conv1d(model, target):
+                self.transposed.add(source)
+            elif have != want:
+                raise SourceError(
+                    f"'{source}' has shape {list(have)}, but config.json makes it {list(want)}. "
+                    "Its sizes (hidden_size, heads, head_dim, ...) are not those of these weights."
+                )
+
+    def source_module(self, module: str) -> str:
+        """Return a module's name on disk, from its weight's."""
+        return self.to_source[f"{module}.weight"].removesuffix(".weight")
+
+
+def _of_conv1d(model: nn.Module, name: str) -> bool:
+    return name.endswith(".weight") and is_conv1d(model.get_submodule(name.removesuffix(".weight")))
+
+
+def _renamer(model: Any, wanted: dict[str, Tensor]) -> Any:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
+    converters = [item for item in mapping if isinstance(item, WeightConverter)]
+    prefix = model.base_model_prefix
+
+    def rename(source: str) -> str:
+        if source in wanted:
+            return source
+        target, converted = rename_source_key(source, renamings, converters, prefix, wanted)
+        if converted is not None:
+            raise PlanError(
+                f"'{source}' is merged with others when transformers loads it (experts or fused projections); "
+                f"quantkit does not quantize {type(model).__name__} yet."
+            )
+        return str(target)
+
+    return rename
+
+
+def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
+    """Return name and list of the decoder blocks: the longest ModuleList, by parameters, of the text decoder."""
+    model_type = str(model.config.model_type)
+    if path := family(model_type).blocks:
+        return path, model.get_submodule(path)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    inside = {id(module) for module in decoder.modules()}
+    lists = [(n, m) for n, m in lists if id(m) in inside]
+    if not lists:
+        raise PlanError(f"No list of blocks was found in {type(model).__name__}; add a row to families.py.")
+    return max(lists, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Tell whether a module is a linear layer: torch's Linear, or GPT-2's Conv1D (whose weight is [in, out])."""
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Tell whether a module is transformers' Conv1D."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+class Loader:
+    """The skeleton of one source, and its weights on demand."""
+
+    def __init__(self, source: Source, device: torch.device) -> None:
+        self.source = source
+        self.device = device
+        self.model: Any = build_skeleton(source.config(), source.trust_remote_code)
+        self.names = NameMap(self.model, source.store)
+        self.block_path, self.blocks = find_blocks(self.model)
+        self.returns_tuple = False  # whether a block returns a tuple; found by the first recording
+        for module in self.model.modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                if not buffer.is_meta:
+                    module.register_buffer(key, buffer.to(device), persistent=key not in module._non_persistent_buffers_set)
+
+    def block_name(self, index: int) -> str:
+        """Return the full module name of a block."""
+        return f"{self.block_path}.{index}"
+
+    def outer_names(self, head: bool) -> list[str]:
+        """Return the model names outside the blocks that text needs: embeddings and norms, and the head if asked."""
+        decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.base_model
+        text = {id(module) for module in decoder.modules()}
+        names = []
+        output = self.model.get_output_embeddings()
+        for module_name, module in self.model.named_modules():
+            if f"{module_name}.".startswith(f"{self.block_path}."):
+                continue
+            is_head = output is not None and module is output
+            if id(module) in text or (head and is_head):
+                names += [f"{module_name}.{key}".lstrip(".") for key in _own_names(module)]
+        return names
+
+    def all_names(self) -> list[str]:
+        """Return the model names of every tensor that text needs."""
+        names = self.outer_names(head=True)
+        return names + [name for index in range(len(self.blocks)) for name in self.block_names(index)]
+
+    def materialize(self, names: Iterable[str]) -> None:
+        """Read these tensors (model names) from the source, in float32 on the device; NaN and Inf are a SourceError."""
+        from accelerate.utils import set_module_tensor_to_device
+
+        for name in names:
+            owner = self.names.tied.get(name, name)
+            if owner not in self.names.to_source:
+                continue
+            if self.model.get_parameter_or_buffer(owner).is_meta:
+                value = self.read(self.names.to_source[owner])
+                set_module_tensor_to_device(self.model, owner, self.device, value=value, dtype=value.dtype)
+            if owner != name:
+                module, _, key = name.rpartition(".")
+                setattr(self.model.get_submodule(module), key, self.model.get_parameter(owner))
+
+    def read(self, source_name: str) -> Tensor:
+        """Return one source tensor, floats as float32; NaN or Inf in it is a SourceError."""
+        value = self.source.store.read(source_name)
+        if source_name in self.names.transposed:  # packed as [out, in], but a Conv1D holds [in, out]
+            value = value.T.contiguous()
+        if not value.is_floating_point():
+            return value
+        value = value.to(torch.float32)
+        if not torch.isfinite(value.sum()):
+            require_finite(source_name, value)
+        return value
+
+    def info(self, source_name: str) -> TensorInfo:
+        """Return dtype code and shape of a source tensor, the shape as the model's module has it."""
+        info = self.source.store.info(source_name)
+        return TensorInfo(info.dtype, info.shape[::-1]) if source_name in self.names.transposed else info
+
+    def chunks(self, source_name: str, wanted: TensorInfo) -> Iterator[bytes | memoryview]:
+        """Yield a source tensor's bytes in the wanted dtype; a value that dtype cannot hold is a SourceError."""
+        if wanted == self.source.store.info(source_name):
+            yield from self.source.store.chunks(source_name)
+            return
+        value = self.read(source_name).to(DTYPES[wanted.dtype])
+        if value.is_floating_point() and (count := int(torch.isinf(value).sum())):
+            raise SourceError(
+                f"'{source_name}' has {count} values that {wanted.dtype} cannot hold. Use --dtype bfloat16 or float32."
+            )
+        yield from tensor_bytes(value)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Put these tensors (model names) back on the meta device."""
+        from accelerate.utils import set_module_tensor_to_device
+
+        for name in names:
+            module, _, key = name.rpartition(".")
+            if key in self.model.get_submodule(module)._parameters:
+                set_module_tensor_to_device(self.model, name, "meta")
+
+    def block_names(self, index: int) -> list[str]:
+        """Return the model names of a block's tensors."""
+        prefix = self.block_name(index)
+        return [f"{prefix}.{key}" for key in self.blocks[index].state_dict()]
+
+    def linears(self, index: int) -> dict[str, nn.Module]:
+        """Return a block's linear layers by their name inside the block."""
+        return {name: module for name, module in self.blocks[index].named_modules() if is_linear(module)}
+
+
+def _own_names(module: nn.Module) -> list[str]:
+    return [*(key for key, _ in module.named_parameters(recurse=False)), *module._buffers]
+
+
+def require_finite(name: str, value: Tensor) -> None:
+    """Raise a SourceError naming the tensor, the count and the first index of NaN or Inf, if there are any."""
+    bad = ~torch.isfinite(value)
+    if count := int(bad.sum()):
+        first = tuple(int(i) for i in bad.nonzero()[0])
+        raise SourceError(
+            f"'{name}' holds {count} NaN or Inf, the first at {first}. The checkpoint is damaged, or a merge failed."
+        )
+
+
+def matches(patterns: Iterable[str], name: str) -> bool:
+    """Tell whether any of the regular expressions is found in a name; one that is none is a UsageError."""
+    try:
+        return any(re.search(pattern, name) for pattern in patterns)
+    except re.error as error:
+        raise UsageError(f"'{error.pattern!s}' is no regular expression ({error}).") from None

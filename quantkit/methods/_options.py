@@ -1,0 +1,58 @@
+"""The options of each method: one frozen dataclass makes its flags, help, recipe keys and saved metadata.
+
+This file imports no torch, so that the command line stays fast. A field's metadata holds its help text and, for a
+choice, the known values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantkit.errors import UsageError
+
+ORDERS = ("group", "full", "none")
+
+
+def option(default: Any, text: str, *, short: str = "", choices: tuple[str, ...] = ()) -> Any:
+    """Return a dataclass field with a help text, an optional short flag and optional known values."""
+    return field(default=default, metadata={"help": text, "short": short, "choices": choices})
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """What any weight-only method asks: the grid, and which modules get it."""
+
+    bits: int = option(4, "Bits per weight: 2, 3, 4 or 8.")
+    group_size: int = option(64, "Columns that share a scale: 16, 32, 64, 128, or -1 for the whole row.")
+    sym: bool = option(True, "Symmetric grids (fixed zero point) or --asym (a zero point per group).")
+    scale_search: bool = option(True, "Search each group's scale instead of spanning its weights.")
+    include: tuple[str, ...] = option((), "Quantize only modules whose name contains this regular expression (repeatable).")
+    exclude: tuple[str, ...] = option((), "Leave modules alone whose name contains this regular expression (repeatable).")
+    override: tuple[str, ...] = option(
+        (), "REGEX=bits:N,group:N,sym:yes|no: another grid for some modules (repeatable, first match wins)."
+    )
+
+
+@dataclass(frozen=True)
+class GptqOptions(WeightOptions):
+    """GPTQ's own options."""
+
+    order: str = option(
+        "group",
+        "Column order. group: by importance inside groups and among them, stored in place; full: by importance, "
+        "stored with a g_idx; none.",
+        choices=ORDERS,
+    )
+    damp: float = option(0.01, "Damping of the Hessian, as a share of its mean diagonal.")
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise UsageError(f"--order {self.order} cannot be. Known: {', '.join(ORDERS)}.")
+        if not 0 <= self.damp <= 1:
+            raise UsageError(f"--damp {self.damp} cannot be: it is a share of the mean diagonal, from 0 to 1.")
+
+
+@dataclass(frozen=True)
+class RtnOptions(WeightOptions):
+    """Rounding has no options of its own."""

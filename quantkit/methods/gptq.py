@@ -1,0 +1,272 @@
+"""GPTQ: quantize a weight column by column, spreading each rounding error over the columns still to come.
+
+Source: Frantar et al. 2022, "GPTQ", algorithm 1. What differs from it, each measured in docs of the option:
+the factor comes from one Cholesky of the reversed Hessian and a triangular inverse, in float64; a group's scale is
+taken from the updated weights at the moment the group is reached, and chosen by the loss that the column loop itself
+has inside the group; columns are ordered inside groups, and groups among themselves, without a g_idx; codes are
+kept as chosen, never derived again from rounded scales.
+
+The column loop's PyTorch reference is `columns_reference`; backends hold faster twins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.backends import Backend
+from quantkit.codecs.affine import Affine
+from quantkit.methods._options import GptqOptions
+from quantkit.tensors import LayerStats, QuantTensor
+
+SPAN = 128
+DOUBLE_LIMIT = 8192
+DAMP_STEPS = (1.0, 10.0, 100.0)
+
+
+@dataclass(frozen=True)
+class Search:
+    """The candidate grids of a group: shrink factors and zero point offsets, float32 [candidates], and how many of
+    the best by weighted rounding error are tried in the column loop itself."""
+
+    shrinks: Tensor
+    zeros: Tensor
+    kept: int
+
+
+def make_search(symmetric: bool, wanted: bool) -> Search:
+    """Return the candidates for a grid; unwanted means one, spanning the weights."""
+    if not wanted:
+        return Search(torch.ones(1), torch.zeros(1), 1)
+    shrinks = torch.arange(55, 106, 2, dtype=torch.float32) / 100
+    if symmetric:
+        return Search(shrinks, torch.zeros_like(shrinks), 16)
+    offsets = torch.tensor([-1.0, 0.0, 1.0])
+    return Search(shrinks.repeat_interleave(3), offsets.repeat(len(shrinks)), 16)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What one input's statistics give to every weight that reads it.
+
+    upper: float32 [in, in], U with UT U = inverse of the damped Hessian, columns in `order`; None when rounding is all
+    that can be done. hessian: float32 [in, in], damped, natural order. order: int64 [in]. importance: float32 [in],
+    the Hessian's diagonal in `order`. damp: the share that worked. reason: why there is no factor.
+    """
+
+    upper: Tensor | None
+    hessian: Tensor
+    order: Tensor
+    importance: Tensor
+    damp: float
+    tokens: int
+    dead: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Note:
+    """How one weight went. error: relative squared output error, tr(E H ET) / tr(W H WT)."""
+
+    error: float
+    damp: float
+    tokens: int
+    dead: int
+    fallback: str = ""
+
+
+def column_order(kind: str, diagonal: Tensor, width: int) -> Tensor:
+    """Return the order, int64 [in], in which columns are quantized; groups of `width` columns stay whole for "group"."""
+    if kind == "none" or (kind == "group" and width >= len(diagonal)):
+        kind = "none" if kind == "none" else "full"
+    if kind == "none":
+        return torch.arange(len(diagonal), device=diagonal.device)
+    if kind == "full":
+        return torch.argsort(diagonal, descending=True, stable=True)
+    groups = diagonal.view(-1, width)
+    inside = torch.argsort(groups, dim=1, descending=True, stable=True)
+    among = torch.argsort(groups.amax(1), descending=True, stable=True)
+    return (inside + torch.arange(len(groups), device=diagonal.device)[:, None] * width)[among].reshape(-1)
+
+
+def factorize(hessian: Tensor) -> Tensor | None:
+    """Return U, float32 upper triangular with UT U = H^-1, or None when H is not positive definite.
+
+    H reversed = L LT gives H = R RT with R = L reversed, upper; then U = R^-1.
+    """
+    work = hessian.flip(0, 1).to(torch.float64 if len(hessian) <= DOUBLE_LIMIT and hessian.device.type != "mps" else torch.float32)
+    lower, info = torch.linalg.cholesky_ex(work)
+    if int(info):
+        return None
+    eye = torch.eye(len(work), dtype=work.dtype, device=work.device)
+    upper = torch.linalg.solve_triangular(lower, eye, upper=False).flip(0, 1).to(torch.float32)
+    return upper.contiguous() if bool(torch.isfinite(upper).all()) and bool((upper.diagonal() > 0).all()) else None
+
+
+def columns_reference(
+    weight: Tensor, factor: Tensor, importance: Tensor, codec: Affine, group: int, search: Search, grid: Any = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Solve one span of columns in PyTorch.
+
+    weight: float32 [out, n], the updated weights (not changed); factor: float32 [n, n], the span's part of U;
+    importance: float32 [n]; group: columns that share a grid, dividing n; grid: (scale, zero), float32 [out, n/group],
+    or None to search. Returns codes uint8 [out, n], errors float32 [out, n] ((w - q) / U_cc), scale and zero.
+    """
+    work = weight.clone()
+    rows, columns = work.shape
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=work.device)
+    errors = torch.empty_like(work)
+    scales, zeros = [], []
+    for start in range(0, columns, group):
+        stop = start + group
+        if grid is None:
+            inner = factor[start:stop, start:stop]
+            scale, zero = _search_group(work[:, start:stop], inner, importance[start:stop], codec, search)
+        else:
+            scale, zero = grid[0][:, start // group], grid[1][:, start // group]
+        for c in range(start, stop):
+            codes[:, c] = codec.encode(work[:, c, None], scale[:, None], zero[:, None])[:, 0]
+            errors[:, c] = (work[:, c] - scale * (codes[:, c] - zero)) / factor[c, c]
+            work[:, c + 1 :] -= errors[:, c, None] * factor[c, c + 1 :]
+        scales.append(scale)
+        zeros.append(zero)
+    return codes, errors, torch.stack(scales, 1), torch.stack(zeros, 1)
+
+
+def _search_group(weight: Tensor, factor: Tensor, importance: Tensor, codec: Affine, search: Search) -> tuple[Tensor, Tensor]:
+    low, high = codec.range_of(weight)
+    shrinks, offsets = search.shrinks.to(weight.device), search.zeros.to(weight.device)
+    scale = codec.round_scale((high[:, None] * shrinks - low[:, None] * shrinks) / codec.high)
+    zero = torch.full_like(scale, codec.middle)
+    if not codec.symmetric:
+        zero = ((-(low[:, None] * shrinks) / scale).round() + offsets).clamp(0, codec.high)
+    error = torch.zeros_like(scale)
+    for j in range(weight.shape[1]):
+        value = weight[:, j, None]
+        code = ((value / scale).round() + zero).clamp(0, codec.high)
+        error += importance[j] * (scale * (code - zero) - value).square()
+    kept = torch.argsort(error, dim=1, stable=True)[:, : search.kept]
+    scale, zero = scale.gather(1, kept), zero.gather(1, kept)
+    if kept.shape[1] > 1:
+        best = _simulate(weight, factor, codec, scale, zero).argmin(1, keepdim=True)
+        scale, zero = scale.gather(1, best), zero.gather(1, best)
+    return scale[:, 0], zero[:, 0]
+
+
+def _simulate(weight: Tensor, factor: Tensor, codec: Affine, scale: Tensor, zero: Tensor) -> Tensor:
+    """Return the loss, float32 [out, candidates], that the column loop has inside one group."""
+    work = weight[:, :, None].expand(-1, -1, scale.shape[1]).clone()
+    loss = torch.zeros_like(scale)
+    for c in range(weight.shape[1]):
+        code = ((work[:, c] / scale).round() + zero).clamp(0, codec.high)
+        error = (work[:, c] - scale * (code - zero)) / factor[c, c]
+        loss += error * error
+        work[:, c + 1 :] -= error[:, None] * factor[c, c + 1 :, None]
+    return loss
+
+
+class GPTQ:
+    """The solver, for one run's options and backend."""
+
+    def __init__(self, options: GptqOptions, backend: Backend) -> None:
+        self.options = options
+        self.columns = backend.op("gptq_columns", columns_reference)
+
+    def prepare(self, stats: LayerStats, codec: Affine) -> Factor:
+        """Return the factor of an input for weights on this codec; damping escalates until one exists."""
+        hessian = stats.full()
+        diagonal = hessian.diagonal().clone()
+        dead = diagonal <= 0
+        order = column_order(self.options.order, diagonal, codec.width(stats.width))
+        upper, damp, reason = None, 0.0, ""
+        if stats.nonfinite:
+            reason = f"{stats.nonfinite} of {stats.tokens} inputs were NaN or Inf"
+        elif not stats.tokens or bool(dead.all()):
+            reason = "no token reached it" if not stats.tokens else "its inputs were all zero"
+        else:
+            mean = float(diagonal.mean())
+            hessian.diagonal()[dead] = mean  # a dead column is rounded: nothing is correlated with it
+            upper, damp = self._damped(hessian, order, mean)
+            reason = "" if upper is not None else f"the Hessian would not factor with damping up to {damp:g}"
+        return Factor(upper, hessian, order, diagonal[order], damp, stats.tokens, int(dead.sum()), reason)
+
+    def _damped(self, hessian: Tensor, order: Tensor, mean: float) -> tuple[Tensor | None, float]:
+        natural = hessian.diagonal().clone()
+        start = self.options.damp
+        tries = [start, *(max(start, 0.001) * step for step in DAMP_STEPS), 1.0]
+        for damp in sorted({t for t in tries if t <= 1.0}):
+            hessian.diagonal().copy_(natural + damp * mean)
+            upper = factorize(hessian[order][:, order])
+            if upper is not None:
+                return upper, damp
+        return None, 1.0
+
+    def solve(self, weight: Tensor, factor: Factor, codec: Affine) -> tuple[QuantTensor, Note]:
+        """Return codes for a weight, float32 [out, in], and how it went."""
+        rounded = None
+        if factor.upper is None or factor.tokens < weight.shape[1]:
+            rounded = self._round(weight, factor, codec)
+        if factor.upper is None:
+            assert rounded is not None
+            return rounded, Note(_relative(weight, rounded, factor), factor.damp, factor.tokens, factor.dead, factor.reason)
+        result, loss = self._solve_columns(weight, factor, codec)
+        error = loss / max(float(((weight @ factor.hessian) * weight).sum()), 1e-30)
+        if rounded is not None and (plain := _relative(weight, rounded, factor)) < error:
+            return rounded, Note(plain, factor.damp, factor.tokens, factor.dead, "plain rounding had the lower error")
+        return result, Note(error, factor.damp, factor.tokens, factor.dead)
+
+    def _round(self, weight: Tensor, factor: Factor, codec: Affine) -> QuantTensor:
+        """Return the weight rounded to nearest on searched grids, in the natural column order."""
+        from quantkit.methods.rtn import round_weight
+
+        return round_weight(weight, codec, self.options.scale_search)
+
+    def _solve_columns(self, weight: Tensor, factor: Factor, codec: Affine) -> tuple[QuantTensor, float]:
+        assert factor.upper is not None
+        work = weight[:, factor.order].contiguous()
+        columns, width = work.shape[1], codec.width(work.shape[1])
+        search = make_search(codec.symmetric, self.options.scale_search)
+        whole = width > SPAN
+        fixed = codec.fit(work, factor.importance, search.shrinks if self.options.scale_search else None) if whole else None
+        codes = torch.empty(work.shape, dtype=torch.uint8, device=work.device)
+        grids: list[tuple[Tensor, Tensor]] = []
+        loss = 0.0
+        step = SPAN if whole else SPAN // width * width
+        for start in range(0, columns, step):
+            stop = min(start + step, columns)
+            span, upper = work[:, start:stop].contiguous(), factor.upper[start:stop, start:stop].contiguous()
+            group, grid = width, None
+            if fixed is not None:
+                group, grid = stop - start, (fixed[0][:, None], fixed[1][:, None])
+            importance = factor.importance[start:stop].contiguous()
+            codes[:, start:stop], errors, scale, zero = self.columns(span, upper, importance, codec, group, search, grid)
+            if stop < columns:
+                work[:, stop:].addmm_(errors, factor.upper[start:stop, stop:], alpha=-1)
+            loss += float(errors.square().sum())
+            grids.append((scale, zero))
+        if fixed is not None:
+            grids = [(fixed[0][:, None], fixed[1][:, None])]
+        return self._natural_order(codes, grids, factor, codec, width), loss
+
+    def _natural_order(self, codes: Tensor, grids: list[tuple[Tensor, Tensor]], factor: Factor, codec: Affine, width: int) -> QuantTensor:
+        """Put codes back in the model's column order; groups too, or say each column's group when they are scattered."""
+        scale, zero = (torch.cat(parts, 1) for parts in zip(*grids, strict=True))
+        back = torch.argsort(factor.order)
+        position = torch.arange(codes.shape[1], device=codes.device) // width
+        index = position[back]
+        params = {"scale": scale, "zero": zero.to(torch.uint8)}
+        if self.options.order != "full" or scale.shape[1] == 1:
+            place = factor.order[::width] // width
+            params = {"scale": torch.empty_like(scale), "zero": torch.empty_like(params["zero"])}
+            params["scale"][:, place], params["zero"][:, place] = scale, zero.to(torch.uint8)
+            return QuantTensor(codes[:, back], params, codec)
+        return QuantTensor(codes[:, back], params, codec, index.to(torch.int32))
+
+
+def _relative(weight: Tensor, result: QuantTensor, factor: Factor) -> float:
+    error = result.dequantize() - weight
+    total = float(((weight @ factor.hessian) * weight).sum())
+    return float(((error @ factor.hessian) * error).sum()) / max(total, 1e-30)

@@ -1,0 +1,186 @@
+"""Options and shapes in, rows out: what happens to every weight, what it will weigh, and who will load it.
+
+All that can be refused is refused here, before any work: a format that cannot hold a codec, a grid no runtime loads.
+A group that does not divide an input width falls back to the largest known smaller group that does; a weight that no
+group fits, or whose widths cannot be packed, is kept. Each fallback is listed with its reason, and fails a strict run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from quantkit.codecs.affine import GROUPS, Affine
+from quantkit.errors import PlanError, StrictError, UsageError, name_list
+from quantkit.families import KEEP_ALWAYS, family
+from quantkit.formats._safetensors import CODES, DTYPES, TensorInfo
+from quantkit.loader import Loader, is_conv1d, is_linear, matches
+from quantkit.tensors import PlanRow
+
+
+@dataclass
+class Plan:
+    """Rows for every linear of every block, and what follows from them.
+
+    rows: one per linear; kept: shapes of every tensor that is carried over; ignore: linears outside the blocks
+    (model names); before, after: bytes of all tensors; runtimes: one line each.
+    """
+
+    rows: list[PlanRow]
+    kept: dict[str, TensorInfo]
+    layouts: dict[str, dict[str, TensorInfo]]
+    ignore: list[str]
+    before: int
+    runtimes: list[str] = field(default_factory=list)
+
+    @property
+    def packed(self) -> list[PlanRow]:
+        """Rows that are quantized."""
+        return [row for row in self.rows if row.method != "keep"]
+
+    @property
+    def fallbacks(self) -> list[PlanRow]:
+        """Rows whose codec is not what was asked for."""
+        return [row for row in self.rows if row.reason.startswith("fallback")]
+
+    @property
+    def after(self) -> int:
+        """Bytes of all tensors of the output."""
+        parts = [*self.kept.values(), *(info for layout in self.layouts.values() for info in layout.values())]
+        return sum(info.nbytes for info in parts)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Mean stored bits of the quantized weights."""
+        weights = [(row.shape[0] * row.shape[1], row.codec.bits_per_weight(row.shape[1])) for row in self.packed]
+        return sum(n * bits for n, bits in weights) / max(sum(n for n, _ in weights), 1)
+
+
+def make_plan(loader: Loader, method: str, options: Any, form: Any, dtype: str, strict: bool) -> Plan:
+    """Return the plan of a run; `form` is the output format, dtype what carried tensors become ("auto": unchanged)."""
+    rows = [row for index in range(len(loader.blocks)) for row in _block_rows(loader, index, method, options, form)]
+    if not any(row.method != "keep" for row in rows):
+        reasons = sorted({row.reason for row in rows})
+        raise PlanError(f"Nothing is left to quantize: {name_list(reasons)}.")
+    scattered = getattr(options, "order", "none") == "full"
+    packed = {row.tensor: row for row in rows if row.method != "keep"}
+    layouts = {
+        row.tensor: form.layout(row.tensor.removesuffix(".weight"), row.shape, row.codec, scattered and row.codec.groups(row.shape[1]) > 1)
+        for row in packed.values()
+    }
+    store = loader.source.store
+    kept = {name: kept_info(loader.info(name), dtype) for name in store.names() if name not in packed}
+    inside = {row.module for row in rows}
+    ignore = [n for n, m in loader.model.named_modules() if isinstance(m, nn.Linear) and n not in inside]
+    before = sum(store.info(name).nbytes for name in store.names())
+    plan = Plan(rows, kept, layouts, ignore, before)
+    plan.runtimes = runtimes(plan, form.name, scattered)
+    if strict and plan.fallbacks:
+        lines = [f"{row.module} {list(row.shape)}: {row.reason}" for row in plan.fallbacks]
+        raise StrictError(f"--strict: {len(lines)} weights cannot have the codec asked for: {'; '.join(lines[:8])}.")
+    return plan
+
+
+def kept_info(info: TensorInfo, dtype: str) -> TensorInfo:
+    """Return what a carried tensor becomes on disk: floats take `dtype` unless it is "auto"."""
+    if dtype == "auto" or not DTYPES[info.dtype].is_floating_point:
+        return info
+    return TensorInfo(CODES[getattr(__import__("torch"), dtype)], info.shape)
+
+
+def _block_rows(loader: Loader, index: int, method: str, options: Any, form: Any) -> list[PlanRow]:
+    rows = []
+    overrides = parse_overrides(options.override)
+    for name, module in loader.linears(index).items():
+        full = f"{loader.block_name(index)}.{name}"
+        tensor = loader.names.to_source.get(f"{full}.weight")
+        if tensor is None:
+            raise PlanError(f"{full} shares its weight with another module, which quantkit does not quantize.")
+        transposed = is_conv1d(module)
+        out, columns = module.weight.shape if not transposed else reversed(module.weight.shape)
+        if transposed and not form.conv1d:
+            raise PlanError(
+                f"{full} is a Conv1D layer, which no runtime loads from {form.name}; use --format gptq (or GGUF)."
+            )
+        row = PlanRow(full, tensor, (int(out), int(columns)), method, None, "", transposed, index)
+        rows.append(_choose(row, loader, options, overrides, form))
+    return rows
+
+
+def _choose(row: PlanRow, loader: Loader, options: Any, overrides: list[tuple[str, dict[str, Any]]], form: Any) -> PlanRow:
+    keep = family(str(loader.model.config.model_type)).keep
+    if matches(KEEP_ALWAYS, row.module) or matches(keep, row.module):
+        return replace(row, method="keep", reason="routers and the like are never quantized")
+    if options.include and not matches(options.include, row.module):
+        return replace(row, method="keep", reason="not in --include")
+    if matches(options.exclude, row.module):
+        return replace(row, method="keep", reason="in --exclude")
+    wanted: dict[str, Any] = {"bits": options.bits, "group": options.group_size, "symmetric": options.sym}
+    wanted |= next((change for pattern, change in overrides if re.search(pattern, row.module)), {})
+    codec = Affine(**wanted, scale_dtype=_scale_dtype(loader, form))
+    group, columns = codec.group, row.shape[1]
+    reason = ""
+    if group != -1 and columns % group:
+        smaller = [g for g in GROUPS if 0 < g < group and columns % g == 0]
+        if not smaller:
+            return replace(row, method="keep", reason=f"fallback: no known group divides {columns} columns; kept as it is")
+        codec = replace(codec, group=max(smaller))
+        reason = f"fallback: {group} does not divide {columns} columns; group {codec.group} instead"
+    if refusal := form.refuse(row.shape, codec):
+        return replace(row, method="keep", reason=f"fallback: {refusal}; kept as it is")
+    return replace(row, codec=codec, reason=reason)
+
+
+def _scale_dtype(loader: Loader, form: Any) -> str:
+    """Scales are stored as float16 unless the format takes the model's dtype and that is bfloat16."""
+    dtype = str(loader.source.raw_config().get("dtype") or loader.source.raw_config().get("torch_dtype") or "")
+    wanted = dtype.removeprefix("torch.")
+    return wanted if wanted in form.scale_dtypes and wanted != "float32" else "float16"
+
+
+def parse_overrides(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return (pattern, changes) from REGEX=bits:N,group:N,sym:yes|no; a UsageError shows what is wrong."""
+    parsed = []
+    for text in texts:
+        pattern, separator, changes = text.rpartition("=")
+        result: dict[str, Any] = {}
+        try:
+            re.compile(pattern)
+            for item in changes.split(","):
+                key, value = item.split(":")
+                if key == "sym":
+                    result["symmetric"] = {"yes": True, "no": False}[value]
+                else:
+                    result[{"bits": "bits", "group": "group"}[key]] = int(value)
+        except (ValueError, KeyError, re.error):
+            separator = ""
+        if not separator or not pattern:
+            raise UsageError(f"--override '{text}' is not REGEX=bits:N,group:N,sym:yes|no (any of the three).")
+        parsed.append((pattern, result))
+    return parsed
+
+
+def runtimes(plan: Plan, form: str, scattered: bool) -> list[str]:
+    """Return, for the common runtimes, whether they take the artifact and how fast (kernel limits of mid 2026)."""
+    codecs = [(row.codec, row.shape) for row in plan.packed]
+    marlin = []
+    for codec, (out, columns) in codecs:
+        if codec.bits not in (4, 8) or codec.group not in (-1, 32, 64, 128):
+            marlin.append(f"{codec.bits} bits, group {codec.group}")
+        elif not codec.symmetric:
+            marlin.append("asymmetric")
+        elif out % 64 or columns % 128:
+            marlin.append(f"shape {out}x{columns} (newer versions pad)")
+    fast = "fast (Marlin)" if not marlin else f"slower kernels or none: {name_list(sorted(set(marlin)), 3)}"
+    if scattered and not marlin:
+        fast = "Marlin with g_idx: slower than without, no tensor parallelism on some layers"
+    lines = [f"vLLM, SGLang: {fast}"]
+    if form == "gptq":
+        lines.append("transformers: needs gptqmodel and optimum")
+    else:
+        lines.append("transformers: needs compressed-tensors")
+    return lines

@@ -1,0 +1,140 @@
+"""Tables, progress and JSON; the only printing code beside cli and commands.
+
+Everything for people goes to standard error: a live view on a terminal, plain lines elsewhere. `--json` puts one
+object on the last line of standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from typing import Any
+
+import psutil
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from quantkit.pipeline import Events
+from quantkit.plan import Plan
+
+JSON_VERSION = 1
+RECENT = 7
+
+
+def peak_memory() -> int:
+    """Return the peak resident memory of this process, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def mib(count: float) -> str:
+    """Return bytes as MiB for people."""
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print one JSON object as one line of standard output."""
+    print(json.dumps({"version": JSON_VERSION, **document}), flush=True)
+
+
+class Eye(Events):
+    """The view of a run: overall progress, time left, memory, and the last layers' relative output errors."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.process = psutil.Process()
+        self.recent: list[tuple[str, dict[str, Any]]] = []
+        self.block_began = self.began = time.perf_counter()
+        self.errors: list[float] = []
+        self.modules: list[tuple[str, dict[str, Any]]] = []
+        self.live: Live | None = None
+        self.progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+            TimeRemainingColumn(), console=self.console,
+        )  # fmt: skip
+        self.task: Any = None
+
+    def __enter__(self) -> Eye:
+        if self.console.is_terminal and not self.console.quiet:
+            self.live = Live(self._view(), console=self.console, refresh_per_second=4, transient=True)
+            self.live.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self.live:
+            self.live.stop()
+            self.live = None
+
+    def _view(self) -> Group:
+        memory = f"memory {mib(self.process.memory_info().rss)}, peak {mib(peak_memory())}"
+        lines = [f"  {name:<44} {note['bits']} bits  error {note['error']:.5f}" for name, note in self.recent]
+        return Group(self.progress, memory, *lines)
+
+    def phase(self, text: str) -> None:
+        """Say what begins."""
+        self.console.print(f"[dim]{time.perf_counter() - self.began:7.1f} s[/dim]  {text}")
+
+    def notice(self, text: str) -> None:
+        """Say what the user should know."""
+        self.console.print(f"[yellow]notice:[/yellow] {text}", soft_wrap=True)
+
+    def block(self, index: int, total: int) -> None:
+        """Advance to a block."""
+        if self.task is None:
+            self.task = self.progress.add_task("blocks", total=total)
+        self.progress.update(self.task, completed=index)
+        self._finish_block(index, total)
+        self.block_began = time.perf_counter()
+
+    def _finish_block(self, index: int, total: int) -> None:
+        if self.errors and not self.live:
+            mean = sum(self.errors) / len(self.errors)
+            seconds = time.perf_counter() - self.block_began
+            self.console.print(
+                f"  block {index}/{total}: mean error {mean:.5f}, {seconds:.1f} s, memory {mib(self.process.memory_info().rss)}"
+            )
+        self.errors.clear()
+
+    def module(self, name: str, note: dict[str, Any]) -> None:
+        """Show a solved module."""
+        self.errors.append(note["error"])
+        self.modules.append((name, note))
+        self.recent = [*self.recent, (name, note)][-RECENT:]
+        if note["fallback"]:
+            self.notice(f"{name}: rounded to nearest, because {note['fallback']}")
+        if self.live:
+            self.live.update(self._view())
+
+    def plan(self, plan: Plan, name: str, form: str) -> None:
+        """Print what will be done."""
+        self.console.print(f"[bold]{name}[/bold]: {len(plan.packed)} linear layers to {form}, "
+                           f"{plan.bits_per_weight:.2f} bits per weight; {mib(plan.before)} -> {mib(plan.after)}")  # fmt: skip
+        kinds: dict[tuple[str, str], int] = {}
+        for row in plan.rows:
+            what = f"{row.codec.bits} bits, group {row.codec.group}" if row.codec else "kept"
+            kinds[what, row.reason] = kinds.get((what, row.reason), 0) + 1
+        for (what, reason), count in kinds.items():
+            self.console.print(f"  {count:5d} x {what}" + (f"  ({reason})" if reason else ""))
+        for line in plan.runtimes:
+            self.console.print(f"  {line}", soft_wrap=True)
+
+    def modules_table(self, notes: list[dict[str, Any]]) -> None:
+        """Print the table of modules: grid, error, damping, seconds."""
+        seconds = {name: note["seconds"] for name, note in self.modules}
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for head in ("module", "bits", "group", "error", "damp", "seconds"):
+            table.add_column(head, justify="left" if head == "module" else "right")
+        for note in notes:
+            spent = seconds.get(note["module"])
+            cells = (note["bits"], note["group"], f"{note['error']:.6f}", f"{note['damp']:g}", "" if spent is None else f"{spent:.2f}")
+            table.add_row(note["module"], *map(str, cells))
+        self.console.print(table)
+
+    def totals(self, lines: dict[str, str]) -> None:
+        """Print the closing lines."""
+        for key, value in lines.items():
+            self.console.print(f"[bold]{key:<16}[/bold] {value}", soft_wrap=True)

