@@ -212,6 +212,5 @@ def model_card(source_name: str, command: str, summary: str, table: str, source_
         "---\n" + "\n".join(matter) + "\n---\n\n"
         f"# {source_name}, quantized\n\n{summary}\n\nMade by [quantkit](quantkit.json) with\n\n"
         f"```\n{command}\n```\n\n{table}\n\n"
-        "The licence is that of the base model"
-        + ("; its own page is README.source.md.\n" if source_readme is not None else ".\n")
+        "The licence is that of the base model" + ("; its own page is README.source.md.\n" if source_readme is not None else ".\n")
     )

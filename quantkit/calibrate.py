@@ -13,6 +13,7 @@ are complete, let the caller edit the group's weights, and go on:
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,9 +55,14 @@ class Call:
 
 @dataclass
 class Recording:
-    """Hidden states entering the first block, and every block's call, per batch; the last batch is the probe."""
+    """Hidden states entering the next block, and every block's call, per batch.
+
+    exact: the states that the unquantized model has there, for the first batches only, when drift is measured.
+    probe_state, probe_calls: a batch of a few tokens, for tracing.
+    """
 
     states: list[Tensor]
+    exact: list[Tensor]
     calls: list[list[Call]]
     probe_state: Tensor
     probe_calls: list[Call]
@@ -124,8 +130,11 @@ def _returns_tuple(loader: Loader, probe: Tensor) -> bool:
 
 
 @torch.no_grad()
-def record(loader: Loader, batches: list[Tensor]) -> Recording:
-    """Run the model's own code on each batch, int64 [batch, tokens], with every block replaced by a recorder."""
+def record(loader: Loader, batches: list[Tensor], paired: int = 0) -> Recording:
+    """Run the model's own code on each batch, int64 [batch, tokens], with every block replaced by a recorder.
+
+    The first `paired` batches get exact states beside those that will follow the quantized blocks.
+    """
     outer = loader.outer_names(head=False)
     loader.materialize(outer)
     probe = batches[0][:1, :PROBE_TOKENS].to(loader.device)
@@ -151,7 +160,7 @@ def record(loader: Loader, batches: list[Tensor]) -> Recording:
             except _Stop:
                 pass
     loader.release(outer)
-    return Recording(states[:-1], calls[:-1], states[-1], calls[-1])
+    return Recording(states[:-1], [state.clone() for state in states[:paired]], calls[:-1], states[-1], calls[-1])
 
 
 def run_block(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
@@ -192,10 +201,11 @@ def view_block(loader: Loader, recording: Recording, index: int) -> BlockView:
     block = loader.blocks[index]
     groups = trace_groups(block, recording.probe_state.to(loader.device), recording.probe_calls[index])
 
-    def replay(hidden: Tensor, batch: int) -> Tensor:
-        return run_block(block, hidden.to(loader.device), recording.calls[batch][index]).cpu()
+    def replay(module: nn.Module, hidden: Tensor, batch: int) -> Tensor:
+        return run_block(module, hidden.to(loader.device), recording.calls[batch][index]).cpu()
 
-    return BlockView(index, loader.block_name(index), block, groups, replay)
+    exact = copy.deepcopy(block) if recording.exact else None
+    return BlockView(index, loader.block_name(index), block, groups, replay, exact)
 
 
 class _Lane:
@@ -244,65 +254,92 @@ class _Lane:
         self.thread.join()
 
 
-def one_pass(view: BlockView, states: list[Tensor], device: torch.device) -> Iterator[tuple[InputGroup, LayerStats]]:
-    """Yield each input group when all batches have reached it; afterwards `states` holds the block's outputs."""
-    lanes: list[_Lane] = []
+Groups = Iterator[tuple[InputGroup, LayerStats]]
+
+
+def one_pass(view: BlockView, states: list[Tensor], exact: list[Tensor], device: torch.device) -> Groups:
+    """Yield each input group when all batches have reached it; afterwards `states` holds the block's outputs.
+
+    exact: the unquantized model's states for the first batches; they run through `view.exact` in step with the others.
+    """
     by_thread: dict[int, _Lane] = {}
 
-    def work(batch: int, lane: _Lane) -> Tensor:
+    def work(module: nn.Module, hidden: Tensor, batch: int, lane: _Lane) -> Tensor:
         by_thread[threading.get_ident()] = lane
-        return view.replay(states[batch], batch)
+        return view.replay(module, hidden, batch)
 
     def stop(module: nn.Module, args: tuple[Any, ...]) -> None:
         by_thread[threading.get_ident()].wait(args[0])
 
-    firsts = [view.module.get_submodule(group.names[0]) for group in view.groups]
+    modules = [view.module] if view.exact is None else [view.module, view.exact]
+    firsts = [module.get_submodule(group.names[0]) for module in modules for group in view.groups]
     handles = [module.register_forward_pre_hook(stop) for module in firsts]
+    lanes: list[_Lane] = []
+    twins: list[_Lane] = []
     try:
-        lanes = [_Lane(partial(work, batch)) for batch in range(len(states))]
+        lanes = [_Lane(partial(work, view.module, state, batch)) for batch, state in enumerate(states)]
+        twins = [_Lane(partial(work, view.exact, state, batch)) for batch, state in enumerate(exact)]
         for group in view.groups:
             stats = LayerStats(group.width, device)
-            for lane in lanes:
-                inputs = lane.step()
-                if inputs is None:
-                    raise PlanError(f"{view.name}: a batch never reached {group.names[0]}; use --schedule two-pass.")
+            for batch, lane in enumerate(lanes):
+                inputs = _step(lane, view, group)
                 stats.add(inputs)
+                if batch < len(twins):
+                    stats.pair(inputs, _step(twins[batch], view, group))
                 del inputs
             yield group, stats
             del stats
-        for batch, lane in enumerate(lanes):
-            lane.step()
-            assert lane.result is not None
-            states[batch].copy_(lane.result)
-            lane.result = None
+        for runners, results in ((lanes, states), (twins, exact)):
+            for lane, state in zip(runners, results, strict=True):
+                lane.step()
+                assert lane.result is not None
+                state.copy_(lane.result)
+                lane.result = None
     finally:
         for handle in handles:
             handle.remove()
-        for lane in lanes:
+        for lane in [*lanes, *twins]:
             lane.cancel()
 
 
+def _step(lane: _Lane, view: BlockView, group: InputGroup) -> Tensor:
+    inputs = lane.step()
+    if inputs is None:
+        raise PlanError(f"{view.name}: a batch never reached {group.names[0]}; use --schedule two-pass.")
+    return inputs
+
+
 @torch.no_grad()
-def two_pass(view: BlockView, states: list[Tensor], device: torch.device) -> Iterator[tuple[InputGroup, LayerStats]]:
+def two_pass(view: BlockView, states: list[Tensor], exact: list[Tensor], device: torch.device) -> Groups:
     """Yield each input group with statistics taken on the unquantized block; then replay for the outputs."""
     stats = {group: LayerStats(group.width, device) for group in view.groups}
+    seen: dict[InputGroup, Tensor] = {}
 
     def see(group: InputGroup, module: nn.Module, args: tuple[Any, ...]) -> None:
-        stats[group].add(args[0])
+        if not exact:
+            stats[group].add(args[0])
+        elif group in seen:
+            stats[group].pair(args[0], seen.pop(group))
+            stats[group].add(args[0])
+        else:
+            seen[group] = args[0]
 
-    handles = [
-        view.module.get_submodule(group.names[0]).register_forward_pre_hook(partial(see, group)) for group in view.groups
-    ]
+    firsts = [(group, view.module.get_submodule(group.names[0])) for group in view.groups]
+    handles = [module.register_forward_pre_hook(partial(see, group)) for group, module in firsts]
     try:
         for batch, state in enumerate(states):
-            view.replay(state, batch)
+            if batch == len(exact):
+                exact = []  # no more pairs: `see` adds what it is given
+            elif exact:
+                exact[batch].copy_(view.replay(view.module, exact[batch], batch))
+            view.replay(view.module, state, batch)
     finally:
         for handle in handles:
             handle.remove()
     for group in view.groups:
         yield group, stats.pop(group)
     for batch, state in enumerate(states):
-        state.copy_(view.replay(state, batch))
+        state.copy_(view.replay(view.module, state, batch))
 
 
 SCHEDULES = {"one-pass": one_pass, "two-pass": two_pass}

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit import __version__
-from quantkit.commands._options import EvalOptions, GenerateOptions, RunOptions, SourceOptions, ToHfOptions
-from quantkit.errors import QuantkitError, UsageError
+from quantkit import __version__, memory
+from quantkit.commands._options import EvalOptions, GenerateOptions, RunOptions, ToHfOptions
+from quantkit.errors import Interrupted, QuantkitError, UsageError
 from quantkit.methods import METHODS, OPTIONS
 
 app = typer.Typer(
@@ -41,14 +41,17 @@ def flags(*classes: type) -> Callable[[Callable[..., None]], Callable[..., None]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in _slots(classes)]
-        parameters = own + [_parameter(f) for cls in classes for f in dataclasses.fields(cls)]
+        parameters = own + [p for cls in classes for p in _parameters(cls)]
 
         def wrapper(**given: Any) -> None:
             made = {}
             for slot, cls in zip(_slots(classes), classes, strict=True):
                 values = {f.name: given.pop(f.name) for f in dataclasses.fields(cls)}
                 made[slot] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-            command(**given, **made)
+            try:
+                command(**given, **made)
+            except KeyboardInterrupt:  # here, because typer would turn it into an exit of its own
+                raise Interrupted("interrupted; the same command resumes where it stopped") from None
 
         wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -62,32 +65,23 @@ def _slots(classes: tuple[type, ...]) -> list[str]:
     return ["options", "asked"][-len(classes) :]
 
 
-def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
-    annotation = typing.get_type_hints(_owner(field), include_extras=True)[field.name]
+def _parameters(cls: type) -> list[inspect.Parameter]:
+    hints = typing.get_type_hints(cls)
+    return [_parameter(field, hints[field.name]) for field in dataclasses.fields(cls)]
+
+
+def _parameter(field: dataclasses.Field[Any], annotation: Any) -> inspect.Parameter:
     flag = "--" + field.name.replace("_", "-")
     if annotation is bool and (field.default or field.name in NEGATIVE):
         flag += "/" + NEGATIVE.get(field.name, "--no-" + flag[2:])
     names = [flag, field.metadata["short"]] if field.metadata.get("short") else [flag]
-    text = field.metadata["help"]
+    text, default = field.metadata["help"], field.default
     if choices := field.metadata.get("choices"):
         text = f"{text} [{' | '.join(choices)}]"
-    default = field.default
     if typing.get_origin(annotation) is tuple:
         annotation, default = list[str], []
     info = typer.Option(*names, help=text, callback=_checker(flag, choices) if choices else None)
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, info]
-    )
-
-
-
-def _owner(field: dataclasses.Field[Any]) -> type:
-    from quantkit.methods._options import GptqOptions, RtnOptions
-
-    for cls in (RunOptions, ToHfOptions, EvalOptions, GenerateOptions, GptqOptions, RtnOptions):
-        if any(f is field for f in dataclasses.fields(cls)):
-            return cls
-    raise AssertionError(f"no dataclass has the field {field.name}")
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, info])
 
 
 def _checker(flag: str, choices: tuple[str, ...]) -> Callable[[str], str]:
@@ -119,9 +113,7 @@ for _row in METHODS:
 
 @app.command("to-hf")
 @flags(ToHfOptions)
-def to_hf(
-    model: Model, output: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)], asked: ToHfOptions
-) -> None:
+def to_hf(model: Model, output: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)], asked: ToHfOptions) -> None:
     """Turn any artifact or GGUF file into a plain checkpoint that from_pretrained loads."""
     from quantkit.commands import convert
 
@@ -155,12 +147,11 @@ def version() -> None:
 def main() -> None:
     """Run the command line; errors of ours are one line and their exit code, an interrupt is 130."""
     _quiet_libraries()
+    memory.return_large_blocks()
     try:
         app(standalone_mode=False)
     except QuantkitError as error:
         _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted; run the same command again to resume", 130)
     except OSError as error:
         if error.errno not in (28, 122):  # no space, quota
             raise
@@ -187,11 +178,10 @@ def _quiet_libraries() -> None:
         os.environ.setdefault(name, "error")
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE", "HF_HUB_DISABLE_TELEMETRY"):
         os.environ.setdefault(name, "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: lanes and kernels take turns
+    os.environ.setdefault("MKL_DISABLE_FAST_MM", "1")  # no buffers kept per thread: there is a thread per batch
 
 
 def _fail(message: str, code: int) -> None:
     typer.echo(f"quantkit: {message}", err=True)
     sys.exit(code)
-
-
-__all__ = ["SourceOptions", "app", "main"]

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomllib
 import torch
 from torch import Tensor
 
@@ -23,7 +23,8 @@ from quantkit.errors import CalibrationError, UsageError
 
 BREAK = "<|document|>"
 TEXT_COLUMNS = ("text", "content", "messages", "conversations", "prompt")
-ENOUGH = 4  # read this many times the tokens asked for, so that the seed has windows to choose from
+ENOUGH = 2  # read this many times the tokens asked for, so that the seed has windows to choose from
+LONG = 6  # characters read per token wanted: a document of a gigabyte is not tokenized whole
 Document = str | list[dict[str, str]]
 
 
@@ -59,9 +60,7 @@ def documents(spec: str, column: str = "", offline: bool = False) -> Iterator[Do
     elif spec in (named := named_sets()):
         yield from _hub_documents(named[spec], column, offline)
     else:
-        raise CalibrationError(
-            f"--calibration '{spec}' is no file and no name. Known: bundled, self, {', '.join(named)}, hf:owner/name."
-        )
+        raise CalibrationError(f"--calibration '{spec}' is no file and no name. Known: bundled, self, {', '.join(named)}, hf:owner/name.")
 
 
 def named_sets() -> dict[str, dict[str, Any]]:
@@ -139,7 +138,7 @@ def encode(tokenizer: Any, items: Iterable[Document], enough: int) -> tuple[list
             ids.append(tokenizer.eos_token_id)
         if not isinstance(item, str):
             item = _chat_text(tokenizer, item)
-        ids += tokenizer(item, add_special_tokens=False, verbose=False)["input_ids"]
+        ids += tokenizer(item[: (enough - len(ids)) * LONG], add_special_tokens=False, verbose=False)["input_ids"]
         count += 1
         if len(ids) >= enough:
             break

@@ -46,13 +46,10 @@ def build_skeleton(config: Any, trust_remote_code: bool = False) -> nn.Module:
             if cls is not None and hasattr(cls, "_from_config") and not trust_remote_code:
                 model = cls._from_config(config, dtype=torch.float32)
             else:
-                model = transformers.AutoModelForCausalLM.from_config(
-                    config, dtype=torch.float32, trust_remote_code=trust_remote_code
-                )
+                model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
         raise SourceError(
-            f"transformers {transformers.__version__} cannot build this model from its config.json: "
-            f"{str(error).splitlines()[0]}"
+            f"transformers {transformers.__version__} cannot build this model from its config.json: {str(error).splitlines()[0]}"
         ) from None
     model.tie_weights()
     return model.eval()
@@ -97,9 +94,10 @@ class NameMap:
             )
         for source, target in self.to_model.items():
             have, want = store.info(source).shape, tuple(wanted[target].shape)
-            if isinstance(store, PackedStore) and have == want[::-1] and _of_conv1d(model, target):
+            if isinstance(store, PackedStore) and store.is_packed(source) and _of_conv1d(model, target):
                 self.transposed.add(source)
-            elif have != want:
+                have = have[::-1]
+            if have != want:
                 raise SourceError(
                     f"'{source}' has shape {list(have)}, but config.json makes it {list(want)}. "
                     "Its sizes (hidden_size, heads, head_dim, ...) are not those of these weights."
@@ -233,14 +231,12 @@ class Loader:
 
     def chunks(self, source_name: str, wanted: TensorInfo) -> Iterator[bytes | memoryview]:
         """Yield a source tensor's bytes in the wanted dtype; a value that dtype cannot hold is a SourceError."""
-        if wanted == self.source.store.info(source_name):
+        if wanted == self.source.store.info(source_name) and source_name not in self.names.transposed:
             yield from self.source.store.chunks(source_name)
             return
         value = self.read(source_name).to(DTYPES[wanted.dtype])
         if value.is_floating_point() and (count := int(torch.isinf(value).sum())):
-            raise SourceError(
-                f"'{source_name}' has {count} values that {wanted.dtype} cannot hold. Use --dtype bfloat16 or float32."
-            )
+            raise SourceError(f"'{source_name}' has {count} values that {wanted.dtype} cannot hold. Use --dtype bfloat16 or float32.")
         yield from tensor_bytes(value)
 
     def release(self, names: Iterable[str]) -> None:
@@ -271,9 +267,7 @@ def require_finite(name: str, value: Tensor) -> None:
     bad = ~torch.isfinite(value)
     if count := int(bad.sum()):
         first = tuple(int(i) for i in bad.nonzero()[0])
-        raise SourceError(
-            f"'{name}' holds {count} NaN or Inf, the first at {first}. The checkpoint is damaged, or a merge failed."
-        )
+        raise SourceError(f"'{name}' holds {count} NaN or Inf, the first at {first}. The checkpoint is damaged, or a merge failed.")
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:

@@ -24,7 +24,7 @@ from quantkit.plan import Plan
 from quantkit.source import READERS
 from quantkit.tensors import BlockView, InputGroup, LayerStats, PlanRow, QuantTensor
 
-Schedule = Callable[[BlockView, list[Tensor], torch.device], Iterator[tuple[InputGroup, LayerStats | None]]]
+Schedule = Callable[[BlockView, list[Tensor], list[Tensor], torch.device], Iterator[tuple[InputGroup, LayerStats | None]]]
 
 
 class Events:
@@ -43,7 +43,7 @@ class Events:
         """Something the user should know."""
 
 
-def without_data(view: BlockView, states: list[Tensor], device: torch.device) -> Iterator[tuple[InputGroup, None]]:
+def without_data(view: BlockView, states: list[Tensor], exact: list[Tensor], device: torch.device) -> Iterator[tuple[InputGroup, None]]:
     """The schedule of solvers that need no statistics: every linear by itself."""
     for group in view.groups:
         yield group, None
@@ -52,8 +52,8 @@ def without_data(view: BlockView, states: list[Tensor], device: torch.device) ->
 def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, solver: Any, form: Any, journal: Journal,
                     schedule: Schedule, store_states: bool, events: Events) -> None:  # fmt: skip
     """Quantize every block that the journal does not hold yet, in order, one in memory at a time."""
-    states = recording.states if recording else []
-    if recording and 0 < journal.done < len(loader.blocks) and not journal.read_states(states):
+    states, exact = (recording.states, recording.exact) if recording else ([], [])
+    if recording and 0 < journal.done < len(loader.blocks) and not journal.read_states(states + exact):
         events.phase(f"recomputing the states after block {journal.done}")
         _replay_stored(loader, plan, recording, form, journal)
     for index in range(journal.done, len(loader.blocks)):
@@ -62,21 +62,21 @@ def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, sol
         view = view_block(loader, recording, index) if recording else _bare_view(loader, index)
         tensors: dict[str, Tensor] = {}
         notes: list[dict[str, Any]] = []
-        with closing(schedule(view, states, loader.device)) as groups:  # type: ignore[type-var]
+        with closing(schedule(view, states, exact, loader.device)) as groups:  # type: ignore[type-var]
             for group, stats in groups:
                 _solve_group(loader, _rows_of(plan, view, group.names), stats, solver, form, tensors, notes, events)
         missed = [row for row in plan.packed if row.block == index and row.module not in {note["module"] for note in notes}]
         for row in missed:
             _solve_group(loader, [row], LayerStats(row.shape[1]) if recording else None, solver, form, tensors, notes, events)
         last = index == len(loader.blocks) - 1
-        journal.commit(tensors, notes, states if recording and store_states and not last else None)
+        journal.commit(tensors, notes, states + exact if recording and store_states and not last else None)
         loader.release(loader.block_names(index))
     journal.drop_states()
 
 
 def _bare_view(loader: Loader, index: int) -> BlockView:
     groups = [InputGroup((name,), 0) for name in loader.linears(index)]
-    return BlockView(index, loader.block_name(index), loader.blocks[index], groups, lambda hidden, batch: hidden)
+    return BlockView(index, loader.block_name(index), loader.blocks[index], groups, lambda module, hidden, batch: hidden)
 
 
 def _rows_of(plan: Plan, view: BlockView, names: tuple[str, ...]) -> list[PlanRow]:
@@ -145,6 +145,8 @@ def _replay_stored(loader: Loader, plan: Plan, recording: Recording, form: Any, 
     config = {"checkpoint_format": "gptq_v2", "format": "pack-quantized", "sym": False}
     for index in range(journal.done):
         loader.materialize(loader.block_names(index))
+        for batch, state in enumerate(recording.exact):
+            state.copy_(run_block(loader.blocks[index], state.to(loader.device), recording.calls[batch][index]).cpu())
         store, _, _ = READERS[form.name](SafetensorsStore([journal.part(index)]), config)
         for row in plan.packed:
             if row.block == index:

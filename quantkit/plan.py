@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from quantkit.codecs.affine import GROUPS, Affine
 from quantkit.errors import PlanError, StrictError, UsageError, name_list
 from quantkit.families import KEEP_ALWAYS, family
 from quantkit.formats._safetensors import CODES, DTYPES, TensorInfo
-from quantkit.loader import Loader, is_conv1d, is_linear, matches
+from quantkit.loader import Loader, is_conv1d, matches
 from quantkit.tensors import PlanRow
 
 
@@ -67,6 +68,11 @@ def make_plan(loader: Loader, method: str, options: Any, form: Any, dtype: str, 
         reasons = sorted({row.reason for row in rows})
         raise PlanError(f"Nothing is left to quantize: {name_list(reasons)}.")
     scattered = getattr(options, "order", "none") == "full"
+    if scattered and not form.scattered:
+        raise PlanError(
+            f"--order full scatters columns over groups, which today's readers of {form.name} do not take; "
+            "use --order group, or --format gptq."
+        )
     packed = {row.tensor: row for row in rows if row.method != "keep"}
     layouts = {
         row.tensor: form.layout(row.tensor.removesuffix(".weight"), row.shape, row.codec, scattered and row.codec.groups(row.shape[1]) > 1)
@@ -89,7 +95,7 @@ def kept_info(info: TensorInfo, dtype: str) -> TensorInfo:
     """Return what a carried tensor becomes on disk: floats take `dtype` unless it is "auto"."""
     if dtype == "auto" or not DTYPES[info.dtype].is_floating_point:
         return info
-    return TensorInfo(CODES[getattr(__import__("torch"), dtype)], info.shape)
+    return TensorInfo(CODES[getattr(torch, dtype)], info.shape)
 
 
 def _block_rows(loader: Loader, index: int, method: str, options: Any, form: Any) -> list[PlanRow]:
@@ -103,9 +109,7 @@ def _block_rows(loader: Loader, index: int, method: str, options: Any, form: Any
         transposed = is_conv1d(module)
         out, columns = module.weight.shape if not transposed else reversed(module.weight.shape)
         if transposed and not form.conv1d:
-            raise PlanError(
-                f"{full} is a Conv1D layer, which no runtime loads from {form.name}; use --format gptq (or GGUF)."
-            )
+            raise PlanError(f"{full} is a Conv1D layer, which no runtime loads from {form.name}; use --format gptq (or GGUF).")
         row = PlanRow(full, tensor, (int(out), int(columns)), method, None, "", transposed, index)
         rows.append(_choose(row, loader, options, overrides, form))
     return rows
@@ -181,6 +185,8 @@ def runtimes(plan: Plan, form: str, scattered: bool) -> list[str]:
     lines = [f"vLLM, SGLang: {fast}"]
     if form == "gptq":
         lines.append("transformers: needs gptqmodel and optimum")
-    else:
+    elif all(codec.symmetric for codec, _ in codecs):
         lines.append("transformers: needs compressed-tensors")
+    else:
+        lines.append("transformers: needs compressed-tensors, and CompressedTensorsConfig(dequantize=True) for asymmetric grids")
     return lines

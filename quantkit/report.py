@@ -7,8 +7,6 @@ object on the last line of standard output.
 from __future__ import annotations
 
 import json
-import resource
-import sys
 import time
 from typing import Any
 
@@ -18,17 +16,12 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from quantkit import memory
 from quantkit.pipeline import Events
 from quantkit.plan import Plan
 
 JSON_VERSION = 1
 RECENT = 7
-
-
-def peak_memory() -> int:
-    """Return the peak resident memory of this process, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def mib(count: float) -> str:
@@ -70,13 +63,14 @@ class Eye(Events):
             self.live = None
 
     def _view(self) -> Group:
-        memory = f"memory {mib(self.process.memory_info().rss)}, peak {mib(peak_memory())}"
+        use = f"memory {mib(self.process.memory_info().rss)}, peak {mib(memory.peak())}"
         lines = [f"  {name:<44} {note['bits']} bits  error {note['error']:.5f}" for name, note in self.recent]
-        return Group(self.progress, memory, *lines)
+        return Group(self.progress, use, *lines)
 
     def phase(self, text: str) -> None:
         """Say what begins."""
-        self.console.print(f"[dim]{time.perf_counter() - self.began:7.1f} s[/dim]  {text}")
+        spent = time.perf_counter() - self.began
+        self.console.print(f"[dim]{spent:7.1f} s, peak {mib(memory.peak())}[/dim]  {text}", soft_wrap=True)
 
     def notice(self, text: str) -> None:
         """Say what the user should know."""
@@ -105,7 +99,7 @@ class Eye(Events):
         self.modules.append((name, note))
         self.recent = [*self.recent, (name, note)][-RECENT:]
         if note["fallback"]:
-            self.notice(f"{name}: rounded to nearest, because {note['fallback']}")
+            self.notice(f"{name}: fell back: {note['fallback']}")
         if self.live:
             self.live.update(self._view())
 

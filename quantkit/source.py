@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import SourceError, UsageError, name_list
-from quantkit.formats import compressed_tensors, gptq, gguf
+from quantkit.formats import compressed_tensors, gguf, gptq
 from quantkit.formats.store import TensorStore, open_folder, read_json
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -63,6 +63,10 @@ class Source:
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
         return self._tokenizer
+
+    def drop_tokenizer(self) -> None:
+        """Forget the loaded tokenizer; it is loaded again when it is asked for."""
+        self._tokenizer = None
 
     def _load_tokenizer(self) -> Any:
         if isinstance(self.store, gguf.GgufStore):

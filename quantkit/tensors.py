@@ -56,7 +56,9 @@ class LayerStats:
     """What calibration saw of one input: X is [tokens, in].
 
     hessian: float32 [in, in], the sum of x xT; only tiles of its upper triangle are filled until `full()`.
-    tokens: rows seen. Statistics of two runs over different data add up (`merge`).
+    tokens: rows seen. drift: float32 [in, in], the sum of (f - x) xT over `paired` rows, where f is the input that the
+    unquantized model has in x's place; None when nothing was paired.
+    Statistics of two runs over different data add up (`merge`).
     """
 
     width: int
@@ -64,6 +66,8 @@ class LayerStats:
     tokens: int = 0
     nonfinite: int = 0
     hessian: Tensor = field(init=False)
+    drift: Tensor | None = None
+    paired: int = 0
 
     def __post_init__(self) -> None:
         self.hessian = torch.zeros(self.width, self.width, dtype=torch.float32, device=self.device)
@@ -80,16 +84,30 @@ class LayerStats:
             stop = min(start + HESSIAN_TILE, self.width)
             self.hessian[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
 
+    def pair(self, inputs: Tensor, exact: Tensor) -> None:
+        """Add to the drift: inputs and what they would be without any quantization, float [..., in] each."""
+        rows = inputs.detach().reshape(-1, self.width).to(torch.float32)
+        change = exact.detach().reshape(-1, self.width).to(torch.float32) - rows
+        if self.drift is None:
+            self.drift = torch.zeros(self.width, self.width, dtype=torch.float32, device=self.device)
+        if torch.isfinite(change.sum()):
+            self.drift.addmm_(change.T, rows)
+            self.paired += rows.shape[0]
+
     def merge(self, other: LayerStats) -> None:
         """Add the sums of `other`, taken over other tokens of the same input."""
         self.hessian += other.hessian
+        if other.drift is not None:
+            self.drift = other.drift.clone() if self.drift is None else self.drift + other.drift
+        self.paired += other.paired
         self.tokens += other.tokens
         self.nonfinite += other.nonfinite
 
     def full(self) -> Tensor:
         """Return the mean of x xT over tokens, float32 [in, in], symmetric."""
-        upper = torch.triu(self.hessian) / max(self.tokens, 1)
-        return upper + torch.triu(upper, 1).T
+        result = (self.hessian / max(self.tokens, 1)).triu_()
+        result += result.triu(1).T
+        return result
 
 
 @dataclass(frozen=True)
@@ -102,13 +120,18 @@ class InputGroup:
 
 @dataclass
 class BlockView:
-    """One loaded block: its module, its input groups in the order of their first call, and a replay of it."""
+    """One loaded block: its module, its input groups in the order of their first call, and a replay of it.
+
+    replay(module, hidden, batch) runs the module, or a copy of it, on hidden states [batch, tokens, width].
+    exact: a copy whose weights stay as they were, when drift is measured.
+    """
 
     index: int
     name: str
     module: nn.Module
     groups: list[InputGroup]
-    replay: Callable[[Tensor, int], Tensor]
+    replay: Callable[[nn.Module, Tensor, int], Tensor]
+    exact: nn.Module | None = None
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,7 @@ class Affine:
         if self.bits not in BITS:
             raise UsageError(f"--bits {self.bits} cannot be. Known: {', '.join(map(str, BITS))}.")
         if self.group not in GROUPS:
-            raise UsageError(
-                f"--group-size {self.group} cannot be. Known: {', '.join(map(str, GROUPS))} (-1: one group per row)."
-            )
+            raise UsageError(f"--group-size {self.group} cannot be. Known: {', '.join(map(str, GROUPS))} (-1: one group per row).")
 
     name = "affine"
 
@@ -48,6 +46,11 @@ class Affine:
     def high(self) -> int:
         """The largest code; the smallest is 0."""
         return (1 << self.bits) - 1
+
+    @property
+    def max_scale(self) -> float:
+        """The largest scale that can be stored; a group that needs more is clipped."""
+        return torch.finfo(SCALE_DTYPES[self.scale_dtype]).max
 
     @property
     def middle(self) -> int:
@@ -70,8 +73,9 @@ class Affine:
         return self.bits + (scale + (0 if self.symmetric else self.bits)) / self.width(columns)
 
     def round_scale(self, scale: Tensor) -> Tensor:
-        """Return float32 scales that are exact in the stored dtype, none smaller than the smallest useful one."""
-        return scale.clamp_min(MIN_SCALE).to(SCALE_DTYPES[self.scale_dtype]).to(torch.float32)
+        """Return float32 scales that are exact in the stored dtype: finite, none nearer to 0 than the smallest useful one."""
+        size = scale.abs().clamp(MIN_SCALE, self.max_scale).to(SCALE_DTYPES[self.scale_dtype]).to(torch.float32)
+        return torch.where(scale < 0, -size, size)
 
     def range_of(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the least and the largest value, float32 [out], that the grid of each row should reach."""
@@ -90,7 +94,7 @@ class Affine:
 
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Return codes, uint8 [out, n], of weights [out, n] on grids scale, zero [out, 1]."""
-        return ((weight / scale).round() + zero).clamp(0, self.high).to(torch.uint8)
+        return ((weight * (1.0 / scale)).round() + zero).clamp(0, self.high).to(torch.uint8)
 
     def fit(self, weight: Tensor, importance: Tensor | None = None, shrinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (scale, zero), float32 [out], for one group of weights [out, n].

@@ -89,9 +89,7 @@ class RunOptions(SourceOptions):
 class ToHfOptions(SourceOptions):
     """Options of to-hf."""
 
-    dtype: str = option(
-        "bfloat16", "Dtype of the floats; auto keeps each tensor's.", choices=("auto", "float32", "bfloat16", "float16")
-    )
+    dtype: str = option("bfloat16", "Dtype of the floats; auto keeps each tensor's.", choices=("auto", "float32", "bfloat16", "float16"))
     max_shard_size: str = option("5GB", "Largest size of one weight file.")
     force: bool = option(False, "Replace an existing output.")
     json: bool = option(False, "Print one JSON object on the last line of standard output.")

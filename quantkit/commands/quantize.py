@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from quantkit import __version__, artifact, corpus, perplexity, selfwritten
+from quantkit import __version__, artifact, corpus, memory, perplexity, selfwritten
 from quantkit.backends import Backend
 from quantkit.calibrate import SCHEDULES, record
 from quantkit.commands._options import RunOptions
@@ -26,7 +26,7 @@ from quantkit.loader import Loader, pick_device
 from quantkit.methods import METHODS
 from quantkit.pipeline import quantize_blocks, without_data
 from quantkit.plan import Plan, make_plan
-from quantkit.report import Eye, mib, peak_memory, print_json
+from quantkit.report import Eye, mib, print_json
 from quantkit.source import Source, resolve
 from quantkit.verify import verify
 
@@ -59,7 +59,7 @@ def run(method: str, model: str, options: Any, asked: RunOptions) -> None:
         if not asked.dry_run:
             document |= _quantize(method, loader, plan, options, asked, form, dtype, output, partial, eye)
             document["seconds"] = round(time.perf_counter() - began, 2)
-            document["peak_memory"] = peak_memory()
+            document["peak_memory"] = memory.peak()
             eye.totals({"time": f"{document['seconds']:.1f} s, peak memory {mib(document['peak_memory'])}", "output": str(output)})
     if asked.json:
         print_json(document)
@@ -95,7 +95,10 @@ def _quantize(method: str, loader: Loader, plan: Plan, options: Any, asked: RunO
     recording = None
     if tokens is not None and journal.done < len(loader.blocks):
         eye.phase(f"recording {len(tokens.rows)} x {tokens.rows.shape[1]} tokens ({tokens.origin})")
-        recording = record(loader, list(tokens.rows.split(batch)))
+        paired = -(-min(options.paired, len(tokens.rows)) // batch) if options.correct else 0
+        recording = record(loader, list(tokens.rows.split(batch)), paired)
+    loader.source.drop_tokenizer()
+    memory.trim()
     backend = Backend(loader.device, torch.get_num_threads(), asked.reference)
     solver = METHODS[method](options, backend)
     eye.phase(f"quantizing {len(loader.blocks)} blocks on {loader.device}" + (f", {schedule}" if tokens else ""))
@@ -125,9 +128,7 @@ def _calibration(loader: Loader, asked: RunOptions, eye: Eye) -> corpus.Tokens:
     if asked.calibration == "self":
         tokens = selfwritten.write(loader, tokenizer, asked.samples, asked.seq_len, asked.seed, Path(asked.cache), eye.phase)
     else:
-        tokens = corpus.draw(
-            tokenizer, asked.calibration, asked.samples, asked.seq_len, asked.seed, asked.column, asked.offline
-        )
+        tokens = corpus.draw(tokenizer, asked.calibration, asked.samples, asked.seq_len, asked.seed, asked.column, asked.offline)
     for text in tokens.notices:
         eye.notice(text)
     if (limit := getattr(loader.source.config().get_text_config(), "max_position_embeddings", None)) and asked.seq_len > limit:

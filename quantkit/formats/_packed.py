@@ -47,6 +47,10 @@ class PackedStore(ABC):
         """Names as a plain checkpoint would have them."""
         return list(self._shown)
 
+    def is_packed(self, name: str) -> bool:
+        """Tell whether a name is the weight of a packed module."""
+        return bool(self._shown[name])
+
     def info(self, name: str) -> TensorInfo:
         """Packed modules count as float32."""
         module = self._shown[name]

@@ -68,8 +68,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size - 8, MAX_HEADER):
             raise SourceError(
-                f"{path} claims a header of {length} bytes but has {size}: truncated, or not a safetensors file. "
-                "Download it again."
+                f"{path} claims a header of {length} bytes but has {size}: truncated, or not a safetensors file. Download it again."
             )
         raw = file.read(length)
     try:
@@ -107,9 +106,7 @@ def _entries(path: Path, header: dict[str, Any], base: int, size: int) -> dict[s
         if entry.start < end or entry.stop - entry.start != entry.info.nbytes or min(entry.info.shape, default=0) < 0:
             raise SourceError(f"{path}: the byte range of '{name}' overlaps another or does not fit its shape.")
         if entry.stop > size:
-            raise SourceError(
-                f"{path} is truncated: '{name}' ends at byte {entry.stop}, the file has {size}. Download it again."
-            )
+            raise SourceError(f"{path} is truncated: '{name}' ends at byte {entry.stop}, the file has {size}. Download it again.")
         end = entry.stop
     return dict(sorted(entries.items(), key=lambda pair: pair[1].start))
 

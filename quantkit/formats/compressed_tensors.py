@@ -37,6 +37,7 @@ class CompressedTensorsFormat:
 
     name = "compressed-tensors"
     conv1d = False
+    scattered = False  # its library dropped weight_g_idx in 2026; old artifacts that have one are read
     scale_dtypes = ("float16", "bfloat16", "float32")
     side_config = ""
 
@@ -99,7 +100,7 @@ class CompressedTensorsFormat:
                     "strategy": "channel" if codec.group == -1 else "group",
                     "group_size": None if codec.group == -1 else codec.group,
                     "dynamic": False,
-                    "actorder": "group" if options.get("order") == "full" and codec.group != -1 else None,
+                    "actorder": None,
                 },
                 "input_activations": None,
                 "output_activations": None,

@@ -30,6 +30,7 @@ class GptqFormat:
 
     name = "gptq"
     conv1d = True
+    scattered = True
     scale_dtypes = ("float16",)
     side_config = "quantize_config.json"
 

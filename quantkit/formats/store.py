@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -64,9 +65,7 @@ class SafetensorsStore:
                 self.entries[name] = (path, entry)
         if claims is not None and (lacking := [name for name in claims if name not in self.entries]):
             where = sorted({claims[name] for name in lacking})
-            raise SourceError(
-                f"{INDEX} claims {len(lacking)} tensors that {name_list(where)} does not hold: {name_list(lacking)}."
-            )
+            raise SourceError(f"{INDEX} claims {len(lacking)} tensors that {name_list(where)} does not hold: {name_list(lacking)}.")
 
     def names(self) -> list[str]:
         """Names, by file and then by position in it."""
@@ -106,7 +105,7 @@ class BinStore:
         if self.open is None or self.open[0] != path:
             try:
                 loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except (RuntimeError, OSError, ValueError, EOFError, __import__("pickle").UnpicklingError) as error:
+            except (RuntimeError, OSError, ValueError, EOFError, UnpicklingError) as error:
                 raise SourceError(
                     f"{path} cannot be read by torch's weights-only loader ({str(error).splitlines()[0]}). "
                     "quantkit never unpickles; save the model as safetensors."

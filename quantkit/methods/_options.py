@@ -27,11 +27,10 @@ class WeightOptions:
     group_size: int = option(64, "Columns that share a scale: 16, 32, 64, 128, or -1 for the whole row.")
     sym: bool = option(True, "Symmetric grids (fixed zero point) or --asym (a zero point per group).")
     scale_search: bool = option(True, "Search each group's scale instead of spanning its weights.")
+    signed: bool = option(True, "Let symmetric scales be negative, so that either side of a group gets the extra level.")
     include: tuple[str, ...] = option((), "Quantize only modules whose name contains this regular expression (repeatable).")
     exclude: tuple[str, ...] = option((), "Leave modules alone whose name contains this regular expression (repeatable).")
-    override: tuple[str, ...] = option(
-        (), "REGEX=bits:N,group:N,sym:yes|no: another grid for some modules (repeatable, first match wins)."
-    )
+    override: tuple[str, ...] = option((), "REGEX=bits:N,group:N,sym:yes|no: another grid for some modules (repeatable, first match wins).")
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,22 @@ class GptqOptions(WeightOptions):
 
     order: str = option(
         "group",
-        "Column order. group: by importance inside groups and among them, stored in place; full: by importance, "
-        "stored with a g_idx; none.",
+        "Column order. group: by importance inside groups and among them, stored in place; full: by importance, stored with a g_idx; none.",
         choices=ORDERS,
     )
     damp: float = option(0.01, "Damping of the Hessian, as a share of its mean diagonal.")
+    correct: float = option(
+        0.5, "How much of the error of already quantized inputs each weight makes up for, from 0 to 1; 0 saves a third of the time."
+    )
+    paired: int = option(64, "How many calibration samples also run through the unquantized model, for --correct.")
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise UsageError(f"--order {self.order} cannot be. Known: {', '.join(ORDERS)}.")
         if not 0 <= self.damp <= 1:
             raise UsageError(f"--damp {self.damp} cannot be: it is a share of the mean diagonal, from 0 to 1.")
+        if not 0 <= self.correct <= 1:
+            raise UsageError(f"--correct {self.correct} cannot be: it is a share, from 0 to 1.")
 
 
 @dataclass(frozen=True)

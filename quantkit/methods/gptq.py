@@ -23,29 +23,34 @@ from quantkit.methods._options import GptqOptions
 from quantkit.tensors import LayerStats, QuantTensor
 
 SPAN = 128
+KEPT = 4
 DOUBLE_LIMIT = 8192
+NOISE = 3e-7  # a pivot smaller than this share of its diagonal is a rounding error
 DAMP_STEPS = (1.0, 10.0, 100.0)
+SAFE_DAMP = 1e-3  # below it, or with few tokens, the result is compared with plain rounding
 
 
 @dataclass(frozen=True)
 class Search:
-    """The candidate grids of a group: shrink factors and zero point offsets, float32 [candidates], and how many of
-    the best by weighted rounding error are tried in the column loop itself."""
+    """The candidate grids of a group: shrink factors (negative ones turn the grid round) and zero point offsets,
+    float32 [candidates], and how many of the best by weighted rounding error are tried in the column loop itself."""
 
     shrinks: Tensor
     zeros: Tensor
     kept: int
 
 
-def make_search(symmetric: bool, wanted: bool) -> Search:
+def make_search(symmetric: bool, wanted: bool, signed: bool, kept: int = KEPT) -> Search:
     """Return the candidates for a grid; unwanted means one, spanning the weights."""
     if not wanted:
         return Search(torch.ones(1), torch.zeros(1), 1)
-    shrinks = torch.arange(55, 106, 2, dtype=torch.float32) / 100
     if symmetric:
-        return Search(shrinks, torch.zeros_like(shrinks), 16)
+        shrinks = torch.arange(56, 107, 2, dtype=torch.float32) / 100
+        shrinks = torch.cat([shrinks, -shrinks]) if signed else shrinks
+        return Search(shrinks, torch.zeros_like(shrinks), kept)
+    shrinks = torch.arange(56, 107, 3, dtype=torch.float32) / 100
     offsets = torch.tensor([-1.0, 0.0, 1.0])
-    return Search(shrinks.repeat_interleave(3), offsets.repeat(len(shrinks)), 16)
+    return Search(shrinks.repeat_interleave(3), offsets.repeat(len(shrinks)), kept)
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,14 @@ class Factor:
     """What one input's statistics give to every weight that reads it.
 
     upper: float32 [in, in], U with UT U = inverse of the damped Hessian, columns in `order`; None when rounding is all
-    that can be done. hessian: float32 [in, in], damped, natural order. order: int64 [in]. importance: float32 [in],
+    that can be done. hessian: float32 [in, in], damped, natural order. drift: float32 [in, in], mean of (f - x) xT, columns in
+    `order`, or None. order: int64 [in]. importance: float32 [in],
     the Hessian's diagonal in `order`. damp: the share that worked. reason: why there is no factor.
     """
 
     upper: Tensor | None
     hessian: Tensor
+    drift: Tensor | None
     order: Tensor
     importance: Tensor
     damp: float
@@ -92,18 +99,25 @@ def column_order(kind: str, diagonal: Tensor, width: int) -> Tensor:
     return (inside + torch.arange(len(groups), device=diagonal.device)[:, None] * width)[among].reshape(-1)
 
 
-def factorize(hessian: Tensor) -> Tensor | None:
-    """Return U, float32 upper triangular with UT U = H^-1, or None when H is not positive definite.
+def factorize(hessian: Tensor, order: Tensor) -> Tensor | None:
+    """Return U, float32 upper triangular with UT U = H^-1, H's rows and columns taken in `order`.
 
-    H reversed = L LT gives H = R RT with R = L reversed, upper; then U = R^-1.
+    H reversed = L LT gives H = R RT with R = L reversed, upper; then U = R^-1. None when H is not positive definite,
+    or only by the rounding of the float32 sums it was made from.
     """
-    work = hessian.flip(0, 1).to(torch.float64 if len(hessian) <= DOUBLE_LIMIT and hessian.device.type != "mps" else torch.float32)
+    double = len(hessian) <= DOUBLE_LIMIT and hessian.device.type != "mps"
+    back = order.flip(0)
+    work = hessian[back].index_select(1, back).to(torch.float64 if double else torch.float32)
+    diagonal = work.diagonal().clone()
     lower, info = torch.linalg.cholesky_ex(work)
-    if int(info):
+    if int(info) or bool((lower.diagonal().square() < NOISE * diagonal).any()):
         return None
-    eye = torch.eye(len(work), dtype=work.dtype, device=work.device)
-    upper = torch.linalg.solve_triangular(lower, eye, upper=False).flip(0, 1).to(torch.float32)
-    return upper.contiguous() if bool(torch.isfinite(upper).all()) and bool((upper.diagonal() > 0).all()) else None
+    inverse = work.zero_()
+    inverse.fill_diagonal_(1.0)
+    torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+    del lower
+    upper = inverse.to(torch.float32).flip(0, 1).contiguous()
+    return upper if bool(torch.isfinite(upper).all()) else None
 
 
 def columns_reference(
@@ -142,11 +156,12 @@ def _search_group(weight: Tensor, factor: Tensor, importance: Tensor, codec: Aff
     scale = codec.round_scale((high[:, None] * shrinks - low[:, None] * shrinks) / codec.high)
     zero = torch.full_like(scale, codec.middle)
     if not codec.symmetric:
-        zero = ((-(low[:, None] * shrinks) / scale).round() + offsets).clamp(0, codec.high)
-    error = torch.zeros_like(scale)
+        middle = (low + high)[:, None] / 2  # a shrunk range keeps its middle
+        zero = ((codec.high / 2 - middle / scale).round() + offsets).clamp(0, codec.high)
+    error, inverse = torch.zeros_like(scale), 1.0 / scale
     for j in range(weight.shape[1]):
         value = weight[:, j, None]
-        code = ((value / scale).round() + zero).clamp(0, codec.high)
+        code = ((value * inverse).round() + zero).clamp(0, codec.high)
         error += importance[j] * (scale * (code - zero) - value).square()
     kept = torch.argsort(error, dim=1, stable=True)[:, : search.kept]
     scale, zero = scale.gather(1, kept), zero.gather(1, kept)
@@ -159,9 +174,9 @@ def _search_group(weight: Tensor, factor: Tensor, importance: Tensor, codec: Aff
 def _simulate(weight: Tensor, factor: Tensor, codec: Affine, scale: Tensor, zero: Tensor) -> Tensor:
     """Return the loss, float32 [out, candidates], that the column loop has inside one group."""
     work = weight[:, :, None].expand(-1, -1, scale.shape[1]).clone()
-    loss = torch.zeros_like(scale)
+    loss, inverse = torch.zeros_like(scale), 1.0 / scale
     for c in range(weight.shape[1]):
-        code = ((work[:, c] / scale).round() + zero).clamp(0, codec.high)
+        code = ((work[:, c] * inverse).round() + zero).clamp(0, codec.high)
         error = (work[:, c] - scale * (code - zero)) / factor[c, c]
         loss += error * error
         work[:, c + 1 :] -= error[:, None] * factor[c, c + 1 :, None]
@@ -191,7 +206,8 @@ class GPTQ:
             hessian.diagonal()[dead] = mean  # a dead column is rounded: nothing is correlated with it
             upper, damp = self._damped(hessian, order, mean)
             reason = "" if upper is not None else f"the Hessian would not factor with damping up to {damp:g}"
-        return Factor(upper, hessian, order, diagonal[order], damp, stats.tokens, int(dead.sum()), reason)
+        drift = stats.drift[:, order] / stats.paired if stats.drift is not None and stats.paired else None
+        return Factor(upper, hessian, drift, order, diagonal[order], damp, stats.tokens, int(dead.sum()), reason)
 
     def _damped(self, hessian: Tensor, order: Tensor, mean: float) -> tuple[Tensor | None, float]:
         natural = hessian.diagonal().clone()
@@ -199,7 +215,7 @@ class GPTQ:
         tries = [start, *(max(start, 0.001) * step for step in DAMP_STEPS), 1.0]
         for damp in sorted({t for t in tries if t <= 1.0}):
             hessian.diagonal().copy_(natural + damp * mean)
-            upper = factorize(hessian[order][:, order])
+            upper = factorize(hessian, order)
             if upper is not None:
                 return upper, damp
         return None, 1.0
@@ -207,7 +223,7 @@ class GPTQ:
     def solve(self, weight: Tensor, factor: Factor, codec: Affine) -> tuple[QuantTensor, Note]:
         """Return codes for a weight, float32 [out, in], and how it went."""
         rounded = None
-        if factor.upper is None or factor.tokens < weight.shape[1]:
+        if factor.upper is None or factor.tokens < weight.shape[1] or factor.damp < SAFE_DAMP:
             rounded = self._round(weight, factor, codec)
         if factor.upper is None:
             assert rounded is not None
@@ -216,6 +232,9 @@ class GPTQ:
         error = loss / max(float(((weight @ factor.hessian) * weight).sum()), 1e-30)
         if rounded is not None and (plain := _relative(weight, rounded, factor)) < error:
             return rounded, Note(plain, factor.damp, factor.tokens, factor.dead, "plain rounding had the lower error")
+        if bool((result.params["scale"].abs() >= codec.max_scale).any()):
+            clipped = f"weights too large for {codec.scale_dtype} scales were clipped"
+            return result, Note(error, factor.damp, factor.tokens, factor.dead, clipped)
         return result, Note(error, factor.damp, factor.tokens, factor.dead)
 
     def _round(self, weight: Tensor, factor: Factor, codec: Affine) -> QuantTensor:
@@ -227,8 +246,11 @@ class GPTQ:
     def _solve_columns(self, weight: Tensor, factor: Factor, codec: Affine) -> tuple[QuantTensor, float]:
         assert factor.upper is not None
         work = weight[:, factor.order].contiguous()
+        if factor.drift is not None and self.options.correct:
+            # The weight whose output on the inputs as they are comes closest to the old output on exact inputs.
+            work += self.options.correct * ((weight @ factor.drift) @ factor.upper.T) @ factor.upper
         columns, width = work.shape[1], codec.width(work.shape[1])
-        search = make_search(codec.symmetric, self.options.scale_search)
+        search = make_search(codec.symmetric, self.options.scale_search, self.options.signed)
         whole = width > SPAN
         fixed = codec.fit(work, factor.importance, search.shrinks if self.options.scale_search else None) if whole else None
         codes = torch.empty(work.shape, dtype=torch.uint8, device=work.device)

@@ -1,12 +1,12 @@
-"""GPTQ's column loop on the CPU: one span of columns, rows in parallel, candidate grids as SIMD lanes.
+"""GPTQ's column loop on the CPU: one span of columns, a tile of rows as SIMD lanes, tiles in parallel.
 
 Twin of `quantkit.methods.gptq.columns_reference`: the same float32 operations in the same order, so the same codes.
-Without fastmath LLVM may not reorder a sum, so sums run over columns and the vector lanes over candidates or over
-the columns still to come, where every element is independent. Threads are a pool over fixed chunks of rows; no
-result depends on how many there are.
+Without fastmath LLVM may not reorder a sum; with rows as lanes no sum crosses lanes, so every loop is vectors of
+independent elements (`error_model="numpy"`, or each division would be a branch). Threads are a pool over fixed chunks
+of rows; no result depends on how many there are.
 
-Cost of a span of n columns, per row: n^2/2 multiply-subtracts for the loop, and for each of the group's candidates
-kept, n*group/2 more; the span and its factor stay in the first-level cache.
+Cost of a span of n columns, per row: n^2/2 multiply-subtracts for the loop, n per candidate grid, and n*group/2 for
+each candidate kept; a tile and its work stay in the first-level cache.
 """
 
 from __future__ import annotations
@@ -20,131 +20,184 @@ import torch
 from numba import njit
 from torch import Tensor
 
-CHUNK_ROWS = 64
+TILE = 32
+CHUNK_ROWS = 2 * TILE
+# Adding and subtracting 1.5 * 2^23 rounds half-even, as vectors do; beyond 2^22 the clamp to a code decides anyway.
+MAGIC = np.float32(12582912.0)
 
 
-@njit(nogil=True, cache=True, fastmath=False)  # type: ignore[untyped-decorator]
-def _round_scale(values: Any, bits: Any, mantissa: int, least: float) -> None:
-    """Round positive float32 `values` half-even to a format with `mantissa` bits; `bits` views them as int32."""
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+def _round_scale(values: Any, bits: Any, mantissa: int, limits: Any) -> None:
+    """Round float32 `values` half-even to a format with `mantissa` bits, keeping signs; `bits` views them as int32."""
     for k in range(values.size):
-        values[k] = max(values[k], np.float32(least))
+        size = min(max(abs(values[k]), limits[0]), limits[1])
+        values[k] = -size if values[k] < np.float32(0.0) else size
     if mantissa < 23:
         drop = 23 - mantissa
         for k in range(values.size):
             bits[k] = ((bits[k] + (1 << (drop - 1)) - 1 + ((bits[k] >> drop) & 1)) >> drop) << drop
 
 
-@njit(nogil=True, cache=True, fastmath=False)  # type: ignore[untyped-decorator]
-def _candidates(row: Any, shrinks: Any, zeros: Any, middle: int, high: int, mantissa: int, least: float, scale: Any, zero: Any) -> None:
-    """Fill scale and zero, float32 [candidates], for one group of one row; `middle` 0 means asymmetric."""
-    low, top = np.float32(0.0), np.float32(0.0)
-    for j in range(row.size):
-        low, top = min(low, row[j]), max(top, row[j])
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+def _candidates(part: Any, shrinks: Any, zeros: Any, middle: int, high: int, mantissa: int, limits: Any, scale: Any, zero: Any) -> None:
+    """Fill scale and zero, float32 [candidates, TILE], for a group [columns, TILE]; `middle` 0 means asymmetric."""
+    low, top = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
+    for j in range(part.shape[0]):
+        for i in range(TILE):
+            low[i], top[i] = min(low[i], part[j, i]), max(top[i], part[j, i])
     if middle:
-        top = max(-low, top)
-        low = -top
-    for k in range(scale.size):
-        scale[k] = (top * shrinks[k] - low * shrinks[k]) / np.float32(high)
-    _round_scale(scale, scale.view(np.int32), mantissa, least)
-    for k in range(scale.size):
-        if middle:
-            zero[k] = np.float32(middle)
-        else:
-            zero[k] = min(max(np.rint(-(low * shrinks[k]) / scale[k]) + zeros[k], np.float32(0.0)), np.float32(high))
+        for i in range(TILE):
+            top[i] = max(-low[i], top[i])
+            low[i] = -top[i]
+    for k in range(scale.shape[0]):
+        for i in range(TILE):
+            scale[k, i] = (top[i] * shrinks[k] - low[i] * shrinks[k]) / np.float32(high)
+    flat = scale.reshape(-1)
+    _round_scale(flat, flat.view(np.int32), mantissa, limits)
+    for k in range(scale.shape[0]):
+        for i in range(TILE):
+            if middle:
+                zero[k, i] = np.float32(middle)
+            else:
+                base = np.float32(high) / np.float32(2.0) - (low[i] + top[i]) / np.float32(2.0) / scale[k, i]
+                zero[k, i] = min(max((base + MAGIC) - MAGIC + zeros[k], np.float32(0.0)), np.float32(high))
 
 
-@njit(nogil=True, cache=True, fastmath=False)  # type: ignore[untyped-decorator]
-def _diagonal_errors(row: Any, importance: Any, scale: Any, zero: Any, high: int, error: Any) -> None:
-    """Fill error, float32 [candidates]: the importance-weighted squared rounding error of the group."""
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+def _diagonal_errors(part: Any, importance: Any, scale: Any, zero: Any, high: int, inverse: Any, error: Any) -> None:
+    """Fill error, float32 [candidates, TILE]: the importance-weighted squared rounding error of the group."""
     top = np.float32(high)
-    error[:] = np.float32(0.0)
-    for j in range(row.size):
-        w, weight = row[j], importance[j]
-        for k in range(scale.size):
-            q = min(max(np.rint(w / scale[k]) + zero[k], np.float32(0.0)), top)
-            d = scale[k] * (q - zero[k]) - w
-            error[k] += weight * (d * d)
+    for k in range(scale.shape[0]):
+        for i in range(TILE):
+            inverse[i] = np.float32(1.0) / scale[k, i]
+            error[k, i] = np.float32(0.0)
+        for j in range(part.shape[0]):
+            weight = importance[j]
+            for i in range(TILE):
+                q = min(max((part[j, i] * inverse[i] + MAGIC) - MAGIC + zero[k, i], np.float32(0.0)), top)
+                d = scale[k, i] * (q - zero[k, i]) - part[j, i]
+                error[k, i] += weight * (d * d)
 
 
-@njit(nogil=True, cache=True, fastmath=False)  # type: ignore[untyped-decorator]
-def _simulated_errors(row: Any, factor: Any, scale: Any, zero: Any, high: int, work: Any, step: Any, error: Any) -> None:
-    """Fill error, float32 [kept]: the loss of the column loop inside the group, for each candidate grid."""
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+def _simulate(part: Any, factor: Any, a: int, scale: Any, zero: Any, high: int, inverse: Any, step: Any, work: Any, loss: Any) -> None:
+    """Fill loss, float32 [TILE], of the column loop inside the group that begins at column a."""
     top = np.float32(high)
-    columns, kept = row.size, scale.size
-    error[:] = np.float32(0.0)
+    columns = part.shape[0]
+    for i in range(TILE):
+        inverse[i] = np.float32(1.0) / scale[i]
+        loss[i] = np.float32(0.0)
     for j in range(columns):
-        for k in range(kept):
-            work[j, k] = row[j]
+        for i in range(TILE):
+            work[j, i] = part[j, i]
     for c in range(columns):
-        pivot = factor[c, c]
-        for k in range(kept):
-            w = work[c, k]
-            q = min(max(np.rint(w / scale[k]) + zero[k], np.float32(0.0)), top)
-            e = (w - scale[k] * (q - zero[k])) / pivot
-            step[k] = e
-            error[k] += e * e
+        pivot = factor[a + c, a + c]
+        for i in range(TILE):
+            q = min(max((work[c, i] * inverse[i] + MAGIC) - MAGIC + zero[i], np.float32(0.0)), top)
+            step[i] = (work[c, i] - scale[i] * (q - zero[i])) / pivot
+            loss[i] += step[i] * step[i]
         for j in range(c + 1, columns):
+            u = factor[a + c, a + j]
+            for i in range(TILE):
+                work[j, i] -= step[i] * u
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+def _choose(
+    part: Any, factor: Any, a: int, scale: Any, zero: Any, error: Any, kept: int, high: int, room: Any, best_scale: Any, best_zero: Any
+) -> None:
+    """Fill best_scale and best_zero, float32 [TILE]: the least simulated loss among the `kept` least errors."""
+    inverse, step, work, loss, limit, try_scale, try_zero = room
+    for i in range(TILE):
+        limit[i] = np.float32(np.inf)
+    for _ in range(kept):
+        for i in range(TILE):
+            k = 0
+            for other in range(1, error.shape[0]):
+                if error[other, i] < error[k, i]:
+                    k = other
+            error[k, i] = np.float32(np.inf)
+            try_scale[i], try_zero[i] = scale[k, i], zero[k, i]
+        if kept > 1:
+            _simulate(part, factor, a, try_scale, try_zero, high, inverse, step, work, loss)
+        for i in range(TILE):
+            if kept == 1 or loss[i] < limit[i]:
+                limit[i], best_scale[i], best_zero[i] = loss[i], try_scale[i], try_zero[i]
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+def _columns(work: Any, factor: Any, a: int, group: int, scale: Any, zero: Any, high: int, inverse: Any, codes: Any, errors: Any) -> None:
+    """Round columns a..a+group of a tile one by one, spreading each error over the columns of the span still to come."""
+    top = np.float32(high)
+    for i in range(TILE):
+        inverse[i] = np.float32(1.0) / scale[i]
+    for c in range(a, a + group):
+        pivot = factor[c, c]
+        for i in range(TILE):
+            q = min(max((work[c, i] * inverse[i] + MAGIC) - MAGIC + zero[i], np.float32(0.0)), top)
+            codes[c, i] = q
+            errors[c, i] = (work[c, i] - scale[i] * (q - zero[i])) / pivot
+        for j in range(c + 1, work.shape[0]):
             u = factor[c, j]
-            for k in range(kept):
-                work[j, k] -= step[k] * u
+            for i in range(TILE):
+                work[j, i] -= errors[c, i] * u
 
 
-@njit(nogil=True, cache=True, fastmath=False)  # type: ignore[untyped-decorator]
-def _least(error: Any, order: Any, kept: int) -> None:
-    """Put the indices of the `kept` least errors first, the earlier of equals first, by selection."""
-    for k in range(order.size):
-        order[k] = k
-    for place in range(kept):
-        best = place
-        for k in range(place + 1, order.size):
-            if error[order[k]] < error[order[best]]:
-                best = k
-        chosen = order[best]
-        for k in range(best, place, -1):
-            order[k] = order[k - 1]
-        order[place] = chosen
-
-
-@njit(nogil=True, cache=True, fastmath=False)  # type: ignore[untyped-decorator]
-def _rows(weight: Any, factor: Any, importance: Any, group: int, grids: Any, shrinks: Any, zeros: Any, kept: int, middle: int,
-          high: int, mantissa: int, least: float, start: int, stop: int) -> None:
-    """Solve rows start..stop of a span in place; `grids` is (scale, zero, codes, errors), filled in."""
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+def _tile(
+    weight: Any,
+    factor: Any,
+    importance: Any,
+    group: int,
+    grids: Any,
+    shrinks: Any,
+    zeros: Any,
+    kept: int,
+    middle: int,
+    high: int,
+    mantissa: int,
+    limits: Any,
+    start: int,
+    rows: int,
+) -> None:
+    """Solve `rows` <= TILE rows of a span from row `start`; `grids` is (scale, zero, codes, errors), filled in."""
     scale, zero, codes, errors = grids
     count, columns = shrinks.size, weight.shape[1]
-    cand_scale, cand_zero = np.empty(count, np.float32), np.empty(count, np.float32)
-    cand_error, order = np.empty(count, np.float32), np.empty(count, np.int64)
-    kept_scale, kept_zero = np.empty(kept, np.float32), np.empty(kept, np.float32)
-    kept_error, step = np.empty(kept, np.float32), np.empty(kept, np.float32)
-    work = np.empty((group, kept), np.float32)
-    top = np.float32(high)
-    for r in range(start, stop):
-        row = weight[r]
-        for g in range(columns // group):
-            a = g * group
+    work, tile_codes = np.zeros((columns, TILE), np.float32), np.zeros((columns, TILE), np.float32)
+    tile_errors = np.zeros((columns, TILE), np.float32)
+    cand_scale, cand_zero = np.empty((count, TILE), np.float32), np.empty((count, TILE), np.float32)
+    cand_error = np.empty((count, TILE), np.float32)
+    inverse, step, loss = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
+    room = (
+        inverse,
+        step,
+        np.zeros((group, TILE), np.float32),
+        loss,
+        np.zeros(TILE, np.float32),
+        np.zeros(TILE, np.float32),
+        np.zeros(TILE, np.float32),
+    )
+    best_scale, best_zero = np.ones(TILE, np.float32), np.zeros(TILE, np.float32)
+    for i in range(rows):
+        for c in range(columns):
+            work[c, i] = weight[start + i, c]
+    for g in range(columns // group):
+        a = g * group
+        if count:
+            part = work[a : a + group]
+            _candidates(part, shrinks, zeros, middle, high, mantissa, limits, cand_scale, cand_zero)
+            _diagonal_errors(part, importance[a : a + group], cand_scale, cand_zero, high, inverse, cand_error)
+            _choose(part, factor, a, cand_scale, cand_zero, cand_error, kept, high, room, best_scale, best_zero)
+        for i in range(rows):
             if count:
-                part = row[a : a + group]
-                _candidates(part, shrinks, zeros, middle, high, mantissa, least, cand_scale, cand_zero)
-                _diagonal_errors(part, importance[a : a + group], cand_scale, cand_zero, high, cand_error)
-                _least(cand_error, order, kept)
-                for k in range(kept):
-                    kept_scale[k], kept_zero[k] = cand_scale[order[k]], cand_zero[order[k]]
-                best = 0
-                if kept > 1:
-                    inner = factor[a : a + group, a : a + group]
-                    _simulated_errors(part, inner, kept_scale, kept_zero, high, work, step, kept_error)
-                    for k in range(1, kept):
-                        if kept_error[k] < kept_error[best]:
-                            best = k
-                scale[r, g], zero[r, g] = kept_scale[best], kept_zero[best]
-            s, z = scale[r, g], zero[r, g]
-            for c in range(a, a + group):
-                w = row[c]
-                q = min(max(np.rint(w / s) + z, np.float32(0.0)), top)
-                codes[r, c] = np.uint8(q)
-                e = (w - s * (q - z)) / factor[c, c]
-                errors[r, c] = e
-                for j in range(c + 1, columns):
-                    row[j] -= e * factor[c, j]
+                scale[start + i, g], zero[start + i, g] = best_scale[i], best_zero[i]
+            else:
+                best_scale[i], best_zero[i] = scale[start + i, g], zero[start + i, g]
+        _columns(work, factor, a, group, best_scale, best_zero, high, inverse, tile_codes, tile_errors)
+    for i in range(rows):
+        for c in range(columns):
+            codes[start + i, c] = np.uint8(tile_codes[c, i])
+            errors[start + i, c] = tile_errors[c, i]
 
 
 def gptq_columns(threads: int) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -166,12 +219,13 @@ def gptq_columns(threads: int) -> Callable[..., tuple[Tensor, Tensor, Tensor, Te
         fixed = (
             np.ascontiguousarray(factor.numpy()), np.ascontiguousarray(importance.numpy()), group,
             (scale, zero, codes, errors), shrinks, zeros, min(search.kept, max(shrinks.size, 1)),
-            codec.middle if codec.symmetric else 0, codec.high, mantissa, MIN_SCALE,
+            codec.middle if codec.symmetric else 0, codec.high, mantissa, np.array([MIN_SCALE, codec.max_scale], np.float32),
         )  # fmt: skip
         starts = range(0, rows, CHUNK_ROWS)
 
         def chunk(start: int) -> None:
-            _rows(work, *fixed, start, min(start + CHUNK_ROWS, rows))
+            for first in range(start, min(start + CHUNK_ROWS, rows), TILE):
+                _tile(work, *fixed, first, min(TILE, rows - first))
 
         if threads == 1 or len(starts) == 1:
             for start in starts:
