@@ -16,9 +16,10 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from torch import Tensor, nn
 
 from quantkit.errors import PlanError
 from quantkit.loader import Loader, is_linear
+from quantkit.memory import SPILL_FROM, Spill
 from quantkit.tensors import BlockView, InputGroup, LayerStats
 
 PROBE_TOKENS = 8
+LANE_STACK = 1 << 20  # below the size of a huge page, which a larger stack would take whole at its first touch
 
 
 class _Stop(Exception):
@@ -66,6 +69,12 @@ class Recording:
     calls: list[list[Call]]
     probe_state: Tensor
     probe_calls: list[Call]
+    spill: Spill | None = None
+
+    def rest(self) -> None:
+        """Let go of the memory of states that nobody reads for a while, if they live in a file."""
+        if self.spill is not None:
+            self.spill.drop()
 
 
 @dataclass
@@ -130,10 +139,11 @@ def _returns_tuple(loader: Loader, probe: Tensor) -> bool:
 
 
 @torch.no_grad()
-def record(loader: Loader, batches: list[Tensor], paired: int = 0) -> Recording:
+def record(loader: Loader, batches: list[Tensor], paired: int = 0, folder: Path | None = None) -> Recording:
     """Run the model's own code on each batch, int64 [batch, tokens], with every block replaced by a recorder.
 
-    The first `paired` batches get exact states beside those that will follow the quantized blocks.
+    The first `paired` batches get exact states beside those that will follow the quantized blocks. With a folder the
+    states live in a mapped file there if they are large.
     """
     outer = loader.outer_names(head=False)
     loader.materialize(outer)
@@ -155,12 +165,26 @@ def record(loader: Loader, batches: list[Tensor], paired: int = 0) -> Recording:
 
     with intercept(loader.blocks, recorder):
         for batch in [*batches, probe]:
-            try:
+            with suppress(_Stop):
                 loader.model(input_ids=batch.to(loader.device), use_cache=False)
-            except _Stop:
-                pass
     loader.release(outer)
-    return Recording(states[:-1], [state.clone() for state in states[:paired]], calls[:-1], states[-1], calls[-1])
+    recording = Recording(states[:-1], [state.clone() for state in states[:paired]], calls[:-1], states[-1], calls[-1])
+    if folder is not None:
+        spill_states(recording, folder)
+    return recording
+
+
+def spill_states(recording: Recording, folder: Path) -> None:
+    """Move the states into a mapped file if they take more memory than that is worth."""
+    sizes = [state.nbytes for state in recording.states + recording.exact]
+    if sum(sizes) < SPILL_FROM:
+        return
+    recording.spill = Spill(folder, Spill.room(sizes))
+    for states in (recording.states, recording.exact):
+        for index, state in enumerate(states):
+            moved = torch.frombuffer(recording.spill.take(state.nbytes), dtype=state.dtype).view(state.shape)
+            states[index] = moved.copy_(state)
+    recording.rest()
 
 
 def run_block(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
@@ -205,7 +229,7 @@ def view_block(loader: Loader, recording: Recording, index: int) -> BlockView:
         return run_block(module, hidden.to(loader.device), recording.calls[batch][index]).cpu()
 
     exact = copy.deepcopy(block) if recording.exact else None
-    return BlockView(index, loader.block_name(index), block, groups, replay, exact)
+    return BlockView(index, loader.block_name(index), block, groups, replay, exact, recording.rest)
 
 
 class _Lane:
@@ -218,7 +242,11 @@ class _Lane:
         self.error: BaseException | None = None
         self.cancelled = False
         self.thread = threading.Thread(target=self._run, args=(work,), daemon=True)
-        self.thread.start()
+        before = threading.stack_size(LANE_STACK)
+        try:
+            self.thread.start()
+        finally:
+            threading.stack_size(before)
 
     def _run(self, work: Callable[[_Lane], Tensor]) -> None:
         self.go.acquire()
@@ -278,7 +306,8 @@ def one_pass(view: BlockView, states: list[Tensor], exact: list[Tensor], device:
     twins: list[_Lane] = []
     try:
         lanes = [_Lane(partial(work, view.module, state, batch)) for batch, state in enumerate(states)]
-        twins = [_Lane(partial(work, view.exact, state, batch)) for batch, state in enumerate(exact)]
+        if view.exact is not None:
+            twins = [_Lane(partial(work, view.exact, state, batch)) for batch, state in enumerate(exact)]
         for group in view.groups:
             stats = LayerStats(group.width, device)
             for batch, lane in enumerate(lanes):
@@ -287,6 +316,7 @@ def one_pass(view: BlockView, states: list[Tensor], exact: list[Tensor], device:
                 if batch < len(twins):
                     stats.pair(inputs, _step(twins[batch], view, group))
                 del inputs
+            view.rest()
             yield group, stats
             del stats
         for runners, results in ((lanes, states), (twins, exact)):

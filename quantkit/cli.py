@@ -26,8 +26,8 @@ from quantkit.methods import METHODS, OPTIONS
 app = typer.Typer(
     name="quantkit",
     help="Quantize language models and prove that the result still works.",
-    no_args_is_help=True,
     add_completion=False,
+    add_help_option=False,  # `main` does it: typer would load pydantic to read the absent flag, half the time of a --help
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -148,6 +148,10 @@ def main() -> None:
     """Run the command line; errors of ours are one line and their exit code, an interrupt is 130."""
     _quiet_libraries()
     memory.return_large_blocks()
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
+        group = typer.main.get_command(app)
+        typer.echo(group.get_help(typer.Context(group, info_name="quantkit")))
+        sys.exit(0 if sys.argv[1:] else 2)
     try:
         app(standalone_mode=False)
     except QuantkitError as error:
@@ -179,6 +183,7 @@ def _quiet_libraries() -> None:
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE", "HF_HUB_DISABLE_TELEMETRY"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: lanes and kernels take turns
+    os.environ.setdefault("OMP_STACKSIZE", "1M")
     os.environ.setdefault("MKL_DISABLE_FAST_MM", "1")  # no buffers kept per thread: there is a thread per batch
 
 

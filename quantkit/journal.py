@@ -107,7 +107,7 @@ class Journal:
             return False
         with path.open("rb", buffering=0) as file:
             for state in states:
-                view, done = memoryview(state.reshape(-1).view(torch.uint8).numpy()), 0
+                view, done = state.reshape(-1).view(torch.uint8).numpy().data, 0
                 while done < len(view):
                     done += file.readinto(view[done:]) or 0
         return True

@@ -52,7 +52,9 @@ def build_skeleton(config: Any, trust_remote_code: bool = False) -> nn.Module:
             f"transformers {transformers.__version__} cannot build this model from its config.json: {str(error).splitlines()[0]}"
         ) from None
     model.tie_weights()
-    return model.eval()
+    model.eval()
+    skeleton: nn.Module = model
+    return skeleton
 
 
 class NameMap:

@@ -82,7 +82,7 @@ def logits(loader: Loader, ids: Tensor, state: Tensor) -> Tensor:
 @torch.no_grad()
 def measure(loader: Loader, windows: Tensor, dropped: int = 0, step: Callable[[int, int], None] | None = None) -> Perplexity:
     """Return the perplexity over windows, int64 [windows, tokens]."""
-    batches = list(windows.split(1))
+    batches = list(torch.split(windows, 1))
     states = final_states(loader, batches, step)
     loader.materialize(loader.outer_names(head=True))
     losses = []

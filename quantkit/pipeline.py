@@ -65,6 +65,7 @@ def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, sol
         with closing(schedule(view, states, exact, loader.device)) as groups:  # type: ignore[type-var]
             for group, stats in groups:
                 _solve_group(loader, _rows_of(plan, view, group.names), stats, solver, form, tensors, notes, events)
+                del stats  # the next group's come before this name is bound again
         missed = [row for row in plan.packed if row.block == index and row.module not in {note["module"] for note in notes}]
         for row in missed:
             _solve_group(loader, [row], LayerStats(row.shape[1]) if recording else None, solver, form, tensors, notes, events)
@@ -135,7 +136,7 @@ def quant_digest(tensor: QuantTensor) -> str:
     """Return the SHA-256 of a tensor's codes, scales (float32) and zeros: equal before packing and after reading."""
     digest = hashlib.sha256()
     for value in (tensor.codes, tensor.params["scale"].to(torch.float32), tensor.params["zero"].to(torch.uint8)):
-        digest.update(value.cpu().contiguous().numpy())
+        digest.update(value.cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
 

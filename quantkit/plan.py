@@ -58,7 +58,7 @@ class Plan:
     def bits_per_weight(self) -> float:
         """Mean stored bits of the quantized weights."""
         weights = [(row.shape[0] * row.shape[1], row.codec.bits_per_weight(row.shape[1])) for row in self.packed]
-        return sum(n * bits for n, bits in weights) / max(sum(n for n, _ in weights), 1)
+        return float(sum(n * bits for n, bits in weights) / max(sum(n for n, _ in weights), 1))
 
 
 def make_plan(loader: Loader, method: str, options: Any, form: Any, dtype: str, strict: bool) -> Plan:
@@ -107,10 +107,11 @@ def _block_rows(loader: Loader, index: int, method: str, options: Any, form: Any
         if tensor is None:
             raise PlanError(f"{full} shares its weight with another module, which quantkit does not quantize.")
         transposed = is_conv1d(module)
-        out, columns = module.weight.shape if not transposed else reversed(module.weight.shape)
+        shape = module.get_parameter("weight").shape
+        out, columns = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
         if transposed and not form.conv1d:
             raise PlanError(f"{full} is a Conv1D layer, which no runtime loads from {form.name}; use --format gptq (or GGUF).")
-        row = PlanRow(full, tensor, (int(out), int(columns)), method, None, "", transposed, index)
+        row = PlanRow(full, tensor, (out, columns), method, None, "", transposed, index)
         rows.append(_choose(row, loader, options, overrides, form))
     return rows
 

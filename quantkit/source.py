@@ -189,5 +189,4 @@ def _open_folder(folder: Path, asked: str, revision: str | None, trust_remote_co
         notices += notes
     elif declared:
         notices.append("config.json declares a quantization but the weights are plain floats: treated as plain")
-    source = Source(asked, folder.name, folder, store, None, revision, quantized, trust_remote_code, notices)
-    return source
+    return Source(asked, folder.name, folder, store, None, revision, quantized, trust_remote_code, notices)

@@ -55,7 +55,7 @@ class QuantTensor:
 class LayerStats:
     """What calibration saw of one input: X is [tokens, in].
 
-    hessian: float32 [in, in], the sum of x xT; only tiles of its upper triangle are filled until `full()`.
+    hessian: float32 [in, in], the sum of x xT; only tiles of its upper triangle are filled until `mean()`.
     tokens: rows seen. drift: float32 [in, in], the sum of (f - x) xT over `paired` rows, where f is the input that the
     unquantized model has in x's place; None when nothing was paired.
     Statistics of two runs over different data add up (`merge`).
@@ -68,12 +68,14 @@ class LayerStats:
     hessian: Tensor = field(init=False)
     drift: Tensor | None = None
     paired: int = 0
+    finished: bool = False
 
     def __post_init__(self) -> None:
         self.hessian = torch.zeros(self.width, self.width, dtype=torch.float32, device=self.device)
 
     def add(self, inputs: Tensor) -> None:
         """Add inputs, float [..., in], to the sums; each row counts once."""
+        assert not self.finished
         rows = inputs.detach().reshape(-1, self.width).to(torch.float32)
         self.tokens += rows.shape[0]
         if not torch.isfinite(rows.sum()):
@@ -103,11 +105,17 @@ class LayerStats:
         self.tokens += other.tokens
         self.nonfinite += other.nonfinite
 
-    def full(self) -> Tensor:
-        """Return the mean of x xT over tokens, float32 [in, in], symmetric."""
-        result = (self.hessian / max(self.tokens, 1)).triu_()
-        result += result.triu(1).T
-        return result
+    def mean(self) -> Tensor:
+        """Return the mean of x xT over tokens, float32 [in, in], symmetric, in the memory of the sums; nothing is added after."""
+        if not self.finished:
+            self.finished = True
+            self.hessian.div_(max(self.tokens, 1))
+            for start in range(0, self.width, HESSIAN_TILE):
+                stop = min(start + HESSIAN_TILE, self.width)
+                tile = torch.triu(self.hessian[start:stop, start:stop])
+                self.hessian[start:stop, start:stop] = tile + torch.triu(tile, 1).T
+                self.hessian[stop:, start:stop] = self.hessian[start:stop, stop:].T
+        return self.hessian
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,8 @@ class BlockView:
     """One loaded block: its module, its input groups in the order of their first call, and a replay of it.
 
     replay(module, hidden, batch) runs the module, or a copy of it, on hidden states [batch, tokens, width].
-    exact: a copy whose weights stay as they were, when drift is measured.
+    exact: a copy whose weights stay as they were, when drift is measured. rest: called when the states entering the
+    block will not be read for a while.
     """
 
     index: int
@@ -132,6 +141,7 @@ class BlockView:
     groups: list[InputGroup]
     replay: Callable[[nn.Module, Tensor, int], Tensor]
     exact: nn.Module | None = None
+    rest: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -170,8 +170,9 @@ def test_side_files_are_carried(run_cli: Run, text_file: Path, tmp_path: Path) -
     for shard in sorted((tmp_path / "q").glob("model-*.safetensors")):
         with safe_open(str(shard), "pt") as file:
             assert file.metadata() == {"format": "pt"}
-            assert {index["weight_map"][name] for name in file.keys()} == {shard.name}
-            total += sum(file.get_tensor(name).nbytes for name in file.keys())
+            names = list(file.keys())
+            assert {index["weight_map"][name] for name in names} == {shard.name}
+            total += sum(file.get_tensor(name).nbytes for name in names)
     assert total == index["metadata"]["total_size"] and len(set(index["weight_map"].values())) > 2
     manifest = json.loads((tmp_path / "q" / "quantkit.json").read_text())
     assert manifest["version"] == 1

@@ -120,13 +120,13 @@ def test_broken_shards_are_named(kind: str, llama: Path) -> None:
         (llama / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
         extra.write_bytes({"cut": extra.read_bytes()[:-100], "empty": b"", "zip": b"PK\x03\x04" + bytes(999)}[kind])
-    with pytest.raises(SourceError, match="extra.safetensors"):
+    with pytest.raises(SourceError, match=r"extra\.safetensors"):
         resolve(str(llama))
 
 
 def test_two_files_that_claim_one_tensor(llama: Path) -> None:
     save_file({"model.norm.weight": torch.zeros(64)}, str(llama / "stray.safetensors"))
-    with pytest.raises(SourceError, match="Two files hold 'model.norm.weight'"):
+    with pytest.raises(SourceError, match=r"Two files hold 'model\.norm\.weight'"):
         resolve(str(llama))
 
 
@@ -160,7 +160,7 @@ def test_head_alone_and_head_lost(tmp_path: Path) -> None:
     tensors = load_file(str(free / "model.safetensors"))
     del tensors["lm_head.weight"]
     save_file(tensors, str(free / "model.safetensors"), {"format": "pt"})
-    with pytest.raises(SourceError, match="lm_head.weight"):
+    with pytest.raises(SourceError, match=r"lm_head\.weight"):
         Loader(resolve(str(free)), CPU)
 
 
@@ -207,7 +207,7 @@ def test_pre_tokenizers() -> None:
     assert pieces["smollm"] == ["In", "Ġ", "2", "0", "2", "4", "Ġwe"]
     assert pieces["llama-bpe"] == ["In", "Ġ", "202", "4", "Ġwe"]
     assert pieces["qwen2"] == ["In", "Ġ", "2", "0", "2", "4", "Ġwe"]
-    with pytest.raises(SourceError, match="'novel'.*smollm"):
+    with pytest.raises(SourceError, match=r"'novel'.*smollm"):
         set_pre_tokenizer(backend, "novel", Path("x.gguf"))
 
 

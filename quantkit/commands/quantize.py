@@ -86,7 +86,7 @@ def _quantize(method: str, loader: Loader, plan: Plan, options: Any, asked: RunO
     schedule, batch = choose_schedule(loader, tokens, asked) if tokens else ("none", 0)
     settings = _settings(method, source, options, asked, tokens, schedule, batch, dtype, str(loader.device))
     states = tokens.rows.numel() * loader.model.get_input_embeddings().weight.shape[1] * 4 if tokens else 0
-    artifact.require_disk(partial.parent, 2 * plan.after // 2 + asked.shard_bytes(plan.after) + 2 * states, "The run")
+    artifact.require_disk(partial.parent, plan.after + asked.shard_bytes(plan.after) + 6 * states, "The run")
     before = _evaluate(loader, asked, eye, "before") if asked.eval else None
     journal = Journal(partial, settings, asked.restart)
     resumed = journal.done if journal.resumed else None
@@ -96,7 +96,7 @@ def _quantize(method: str, loader: Loader, plan: Plan, options: Any, asked: RunO
     if tokens is not None and journal.done < len(loader.blocks):
         eye.phase(f"recording {len(tokens.rows)} x {tokens.rows.shape[1]} tokens ({tokens.origin})")
         paired = -(-min(options.paired, len(tokens.rows)) // batch) if options.correct else 0
-        recording = record(loader, list(tokens.rows.split(batch)), paired)
+        recording = record(loader, list(torch.split(tokens.rows, batch)), paired, journal.folder)
     loader.source.drop_tokenizer()
     memory.trim()
     backend = Backend(loader.device, torch.get_num_threads(), asked.reference)
@@ -141,7 +141,7 @@ def choose_schedule(loader: Loader, tokens: corpus.Tokens, asked: RunOptions) ->
     batch = asked.batch or max(1, 2048 // tokens.rows.shape[1])
     if asked.schedule != "auto":
         return asked.schedule, batch
-    widths = [m.weight.shape[1] for i in range(len(loader.blocks)) for m in loader.linears(i).values()]
+    widths = [m.get_parameter("weight").shape[1] for i in range(len(loader.blocks)) for m in loader.linears(i).values()]
     hidden = loader.model.get_input_embeddings().weight.shape[1]
     held = tokens.rows.numel() * 4 * (2 * hidden + max(widths))
     budget = asked.max_memory_bytes or int(psutil.virtual_memory().available * 0.8)

@@ -117,7 +117,7 @@ def read_tensor(path: Path, entry: Entry) -> Tensor:
     if buffer.numel():
         with path.open("rb", buffering=0) as file:
             file.seek(entry.start)
-            view, done = memoryview(buffer.numpy()), 0
+            view, done = buffer.numpy().data, 0
             while done < len(view):
                 count = file.readinto(view[done : done + CHUNK])
                 if not count:
@@ -144,7 +144,7 @@ def tensor_bytes(tensor: Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     raw = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
     for start in range(0, raw.numel(), CHUNK):
-        yield memoryview(raw[start : start + CHUNK].numpy())
+        yield raw[start : start + CHUNK].numpy().data
 
 
 def write_header(file: BinaryIO, infos: dict[str, TensorInfo]) -> None:

