@@ -37,8 +37,17 @@ class Perplexity:
     losses: tuple[float, ...]
 
 
-def held_out(tokenizer: Any, spec: str, window: int, limit: int, offline: bool = False) -> tuple[Tensor, int]:
-    """Return the first `limit` windows, int64 [windows, window], of a text, and how many tokens are left over."""
+@dataclass(frozen=True)
+class HeldOut:
+    """What is scored: rows, int64 [windows, window]; the tokens left over; whether rows begin with the beginning token."""
+
+    rows: Tensor
+    dropped: int
+    bos: bool
+
+
+def held_out(tokenizer: Any, spec: str, window: int, limit: int, offline: bool = False) -> HeldOut:
+    """Return the first `limit` windows of a text, or all for 0; a CalibrationError if it does not fill one."""
     prefix = bos_prefix(tokenizer)
     enough = limit * window if limit else 1 << 62
     ids, _ = encode(tokenizer, documents(spec, offline=offline), enough)
@@ -46,7 +55,7 @@ def held_out(tokenizer: Any, spec: str, window: int, limit: int, offline: bool =
     if not len(windows):
         raise CalibrationError(f"{spec} gives {len(ids)} tokens, less than one window of {window}. Use a smaller --window.")
     windows = windows[:limit] if limit else windows
-    return windows, len(ids) - len(windows) * (window - len(prefix))
+    return HeldOut(windows, len(ids) - len(windows) * (window - len(prefix)), bool(prefix))
 
 
 @torch.no_grad()
@@ -80,9 +89,9 @@ def logits(loader: Loader, ids: Tensor, state: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure(loader: Loader, windows: Tensor, dropped: int = 0, step: Callable[[int, int], None] | None = None) -> Perplexity:
-    """Return the perplexity over windows, int64 [windows, tokens]."""
-    batches = list(torch.split(windows, 1))
+def measure(loader: Loader, text: HeldOut, step: Callable[[int, int], None] | None = None) -> Perplexity:
+    """Return the perplexity over the windows of a text."""
+    batches = list(torch.split(text.rows, 1))
     states = final_states(loader, batches, step)
     loader.materialize(loader.outer_names(head=True))
     losses = []
@@ -100,6 +109,6 @@ def measure(loader: Loader, windows: Tensor, dropped: int = 0, step: Callable[[i
     mean = sum(losses) / len(losses)
     spread = sum((loss - mean) ** 2 for loss in losses) / max(len(losses) - 1, 1) / len(losses)
     value = math.exp(min(mean, 700.0))
-    length = windows.shape[1]
-    bos = bool((windows[:, 0] == windows[0, 0]).all()) and len(windows) > 1
-    return Perplexity(value, value * math.sqrt(spread), length, len(windows), len(windows) * (length - 1), dropped, bos, tuple(losses))
+    count, length = text.rows.shape
+    error = value * math.sqrt(spread)
+    return Perplexity(value, error, length, count, count * (length - 1), text.dropped, text.bos, tuple(losses))

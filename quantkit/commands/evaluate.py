@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantkit import perplexity
 from quantkit.commands._options import EvalOptions
@@ -23,18 +22,18 @@ def eval_ppl(model: str, asked: EvalOptions) -> None:
         raise UsageError(f"--window {asked.window} --windows {asked.windows} cannot be: at least 2 tokens, 0 for all windows.")
     torch.set_num_threads(asked.threads or torch.get_num_threads())
     source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
-    windows, dropped = perplexity.held_out(source.tokenizer(), asked.data, asked.window, asked.windows, asked.offline)
+    text = perplexity.held_out(source.tokenizer(), asked.data, asked.window, asked.windows, asked.offline)
     with Eye() as eye:
-        result = _measure(source, windows, dropped, asked, eye)
+        result = _measure(source, text, asked, eye)
         document: dict[str, Any] = {"command": "eval-ppl", "model": model, "data": asked.data, "protocol": "windows", **result}
         rule = "the tokenizer's beginning token first" if result["bos"] else "no beginning token"
         eye.totals({
             "perplexity": f"{result['perplexity']:.4f} +- {result['error']:.4f}",
-            "measured on": f"{len(windows)} windows of {asked.window} tokens, {result['scored']} scored, {dropped} left over, {rule}",
+            "measured on": f"{len(text.rows)} windows of {asked.window} tokens, {result['scored']} scored, {text.dropped} left, {rule}",
         })  # fmt: skip
         if asked.reference:
             base = resolve(asked.reference, None, asked.offline, asked.trust_remote_code)
-            other = _measure(base, windows, dropped, asked, eye)
+            other = _measure(base, text, asked, eye)
             document["reference"] = {"model": asked.reference, **other}
             document |= compare(result["losses"], other["losses"])
             eye.totals({
@@ -45,10 +44,10 @@ def eval_ppl(model: str, asked: EvalOptions) -> None:
         print_json(document)
 
 
-def _measure(source: Source, windows: Tensor, dropped: int, asked: EvalOptions, eye: Eye) -> dict[str, Any]:
+def _measure(source: Source, text: perplexity.HeldOut, asked: EvalOptions, eye: Eye) -> dict[str, Any]:
     loader = Loader(source, pick_device(asked.device))
     eye.phase(f"measuring {source.name}" + (f" ({source.quantized})" if source.quantized else ""))
-    return asdict(perplexity.measure(loader, windows, dropped, eye.block))
+    return asdict(perplexity.measure(loader, text, eye.block))
 
 
 def compare(losses: tuple[float, ...], base: tuple[float, ...]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import numpy
 import psutil
 import torch
 import transformers
-from torch import Tensor
 
 from quantkit import __version__, artifact, corpus, memory, perplexity, selfwritten
 from quantkit.backends import Backend
@@ -193,7 +192,7 @@ def _finish(loader: Loader, plan: Plan, journal: Journal, notes: list[dict[str, 
     reader = artifact.part_reader(journal, {row.tensor: row.block for row in plan.packed}, settle)
     pieces = artifact.pieces_of(loader, plan.kept, plan.layouts, reader)
     artifact.write_shards(partial, pieces, asked.shard_bytes(plan.after), journal)
-    extra = {**asdict_options(settings["options"]), "quantizer": f"quantkit:{__version__}", "ignore": plan.ignore}
+    extra = {**settings["options"], "quantizer": f"quantkit:{__version__}", "ignore": plan.ignore}
     config = form.config(plan.rows, extra, zeros_from_one)
     carried, notices = artifact.write_side_files(loader, partial, config, dtype)
     for text in notices:
@@ -216,11 +215,6 @@ def _finish(loader: Loader, plan: Plan, journal: Journal, notes: list[dict[str, 
     artifact.publish(partial, output)
     eye.totals({"verified": f"{proof.tensors} tensors; the codes of {proof.modules} modules read back as chosen"})
     return {"verified": asdict(proof), "bytes_after": plan.after, "bits_per_weight": round(plan.bits_per_weight, 4), "carried": carried}
-
-
-def asdict_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a method's options as the formats' configuration wants them."""
-    return dict(options)
 
 
 def canonical_command(settings: dict[str, Any], asked: RunOptions) -> str:
@@ -250,14 +244,5 @@ def _card_table(notes: list[dict[str, Any]]) -> str:
 
 def _evaluate(loader: Loader, asked: RunOptions, eye: Eye, when: str) -> float:
     eye.phase(f"measuring perplexity {when}")
-    windows, dropped = _eval_windows(loader, asked)
-    return perplexity.measure(loader, windows, dropped).perplexity
-
-
-def _eval_windows(loader: Loader, asked: RunOptions) -> tuple[Tensor, int]:
-    return perplexity.held_out(loader.source.tokenizer(), asked.eval, EVAL_WINDOW, EVAL_WINDOWS, asked.offline)
-
-
-def option_names(options: Any) -> list[str]:
-    """Return the names of an options dataclass's fields."""
-    return [field.name for field in fields(options)]
+    text = perplexity.held_out(loader.source.tokenizer(), asked.eval, EVAL_WINDOW, EVAL_WINDOWS, asked.offline)
+    return perplexity.measure(loader, text).perplexity
