@@ -22,6 +22,7 @@ from torch import Tensor
 from quantkit.errors import CalibrationError, UsageError
 
 BREAK = "<|document|>"
+HELD_OUT = "held-out"  # texts of the same kinds as the bundled ones, none of them among those
 TEXT_COLUMNS = ("text", "content", "messages", "conversations", "prompt")
 ENOUGH = 2  # read this many times the tokens asked for, so that the seed has windows to choose from
 LONG = 6  # characters read per token wanted: a document of a gigabyte is not tokenized whole
@@ -53,6 +54,8 @@ def documents(spec: str, column: str = "", offline: bool = False) -> Iterator[Do
     if spec == "bundled":
         for file in sorted(data_folder("calibration").joinpath("bundled").iterdir()):
             yield from _file_documents(file, "messages" if file.suffix == ".jsonl" else "")
+    elif spec == HELD_OUT:
+        yield from _file_documents(data_folder("calibration") / "held-out.txt", "")
     elif path.is_file():
         yield from _file_documents(path, column)
     elif spec.startswith("hf:"):

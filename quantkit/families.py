@@ -1,7 +1,7 @@
 """What cannot be found by looking at a model, one row per family.
 
 Blocks, linear layers and shared inputs are found from the module tree and a traced forward pass; a family needs a
-row here only for an exception to that. `gguf` is llama.cpp's architecture name where it differs from model_type.
+row here only for an exception to that. There is none yet.
 """
 
 from __future__ import annotations

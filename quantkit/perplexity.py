@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate import intercept, record, run_block
-from quantkit.corpus import bos_prefix, documents, encode, pack_windows
+from quantkit.corpus import HELD_OUT, bos_prefix, documents, encode, pack_windows
 from quantkit.errors import CalibrationError
 from quantkit.loader import Loader
 
@@ -47,7 +47,11 @@ class HeldOut:
 
 
 def held_out(tokenizer: Any, spec: str, window: int, limit: int, offline: bool = False) -> HeldOut:
-    """Return the first `limit` windows of a text, or all for 0; a CalibrationError if it does not fill one."""
+    """Return the first `limit` windows of a text, or all for 0; a CalibrationError if it does not fill one.
+
+    "bundled" is the held-out part of the bundled texts, which calibration never sees.
+    """
+    spec = HELD_OUT if spec == "bundled" else spec
     prefix = bos_prefix(tokenizer)
     enough = limit * window if limit else 1 << 62
     ids, _ = encode(tokenizer, documents(spec, offline=offline), enough)

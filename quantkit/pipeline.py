@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate import Recording, run_block, view_block
-from quantkit.formats import FORMATS
 from quantkit.formats.store import SafetensorsStore
 from quantkit.journal import Journal
 from quantkit.loader import Loader
@@ -156,8 +155,3 @@ def _replay_stored(loader: Loader, plan: Plan, recording: Recording, form: Any, 
         for batch, state in enumerate(recording.states):
             state.copy_(run_block(loader.blocks[index], state.to(loader.device), recording.calls[batch][index]).cpu())
         loader.release(loader.block_names(index))
-
-
-def known_formats() -> list[str]:
-    """Return the names of the formats that can be written."""
-    return FORMATS.names()

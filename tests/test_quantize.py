@@ -219,6 +219,21 @@ def test_schedules_and_rtn(run_cli: Run, text_file: Path, llama: Path, tmp_path:
     assert document["verified"]["modules"] == 21
 
 
+def test_a_budget_chooses_the_schedule(run_cli: Run, text_file: Path, llama: Path, tmp_path: Path) -> None:
+    assert quantize(run_cli, llama, tmp_path / "a", text_file, "--max-memory", "2GB")["schedule"] == "one-pass"
+    document = quantize(run_cli, llama, tmp_path / "b", text_file, "--max-memory", "504.5MB")
+    assert document["schedule"] == "two-pass"
+
+
+def test_spilled_states_give_the_same_bytes(
+    run_cli: Run, text_file: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize(run_cli, llama, tmp_path / "a", text_file)
+    monkeypatch.setattr("quantkit.calibrate.SPILL_FROM", 0)
+    quantize(run_cli, llama, tmp_path / "b", text_file)
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+
+
 # Bad input: one clear line, exit 1 or 2, nothing half-written.
 
 

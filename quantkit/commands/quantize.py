@@ -29,6 +29,7 @@ from quantkit.report import Eye, mib, print_json
 from quantkit.source import Source, resolve
 from quantkit.verify import verify
 
+LIBRARIES = 480 << 20  # torch, transformers and numba, loaded
 EVAL_WINDOW = 512
 EVAL_WINDOWS = 16
 NEEDS_DATA = ("gptq",)
@@ -82,7 +83,8 @@ def _quantize(method: str, loader: Loader, plan: Plan, options: Any, asked: RunO
               partial: Path, eye: Eye) -> dict[str, Any]:  # fmt: skip
     source = loader.source
     tokens = _calibration(loader, asked, eye) if method in NEEDS_DATA else None
-    schedule, batch = choose_schedule(loader, tokens, asked) if tokens else ("none", 0)
+    paired = min(options.paired, len(tokens.rows)) if tokens and options.correct else 0
+    schedule, batch = choose_schedule(loader, tokens, paired, asked, eye) if tokens else ("none", 0)
     settings = _settings(method, source, options, asked, tokens, schedule, batch, dtype, str(loader.device))
     states = tokens.rows.numel() * loader.model.get_input_embeddings().weight.shape[1] * 4 if tokens else 0
     artifact.require_disk(partial.parent, plan.after + asked.shard_bytes(plan.after) + 6 * states, "The run")
@@ -94,8 +96,7 @@ def _quantize(method: str, loader: Loader, plan: Plan, options: Any, asked: RunO
     recording = None
     if tokens is not None and journal.done < len(loader.blocks):
         eye.phase(f"recording {len(tokens.rows)} x {tokens.rows.shape[1]} tokens ({tokens.origin})")
-        paired = -(-min(options.paired, len(tokens.rows)) // batch) if options.correct else 0
-        recording = record(loader, list(torch.split(tokens.rows, batch)), paired, journal.folder)
+        recording = record(loader, list(torch.split(tokens.rows, batch)), -(-paired // batch), journal.folder)
     loader.source.drop_tokenizer()
     memory.trim()
     backend = Backend(loader.device, torch.get_num_threads(), asked.reference)
@@ -135,16 +136,25 @@ def _calibration(loader: Loader, asked: RunOptions, eye: Eye) -> corpus.Tokens:
     return tokens
 
 
-def choose_schedule(loader: Loader, tokens: corpus.Tokens, asked: RunOptions) -> tuple[str, int]:
-    """Return the schedule's name and the rows of a batch: one pass where its held activations fit the budget."""
+def choose_schedule(loader: Loader, tokens: corpus.Tokens, paired: int, asked: RunOptions, eye: Eye) -> tuple[str, int]:
+    """Return the schedule's name and the rows of a batch: one pass where what it holds fits the budget.
+
+    One pass holds, per token, the residual stream, a normed copy and the widest input of a linear, for the exact
+    stream too; two passes hold the statistics of all of a block's inputs at once.
+    """
     batch = asked.batch or max(1, 2048 // tokens.rows.shape[1])
+    linears = [m.get_parameter("weight").shape for m in loader.linears(0).values()]
+    hidden, widest = loader.model.get_input_embeddings().weight.shape[1], max(max(shape) for shape in linears)
+    block = 4 * sum(shape[0] * shape[1] for shape in linears)
+    base = LIBRARIES + block * (3 if paired else 2) + 4 * 5 * widest**2
+    one = base + 4 * tokens.rows.shape[1] * (len(tokens.rows) + paired) * (2 * hidden + widest)
+    two = base + 4 * 4 * widest**2
+    budget = asked.max_memory_bytes or int(psutil.virtual_memory().available * 0.8)
+    if two > budget:
+        eye.notice(f"about {mib(two)} are needed, more than the {mib(budget)} of the budget; trying all the same")
     if asked.schedule != "auto":
         return asked.schedule, batch
-    widths = [m.get_parameter("weight").shape[1] for i in range(len(loader.blocks)) for m in loader.linears(i).values()]
-    hidden = loader.model.get_input_embeddings().weight.shape[1]
-    held = tokens.rows.numel() * 4 * (2 * hidden + max(widths))
-    budget = asked.max_memory_bytes or int(psutil.virtual_memory().available * 0.8)
-    return ("one-pass" if held < budget else "two-pass"), batch
+    return ("one-pass" if one <= budget else "two-pass"), batch
 
 
 def _settings(method: str, source: Source, options: Any, asked: RunOptions, tokens: corpus.Tokens | None, schedule: str,

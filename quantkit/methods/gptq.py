@@ -20,7 +20,7 @@ from torch import Tensor
 from quantkit.backends import Backend
 from quantkit.codecs.affine import Affine
 from quantkit.methods._options import GptqOptions
-from quantkit.tensors import LayerStats, QuantTensor
+from quantkit.tensors import Grid, LayerStats, QuantTensor
 
 SPAN = 128
 KEPT = 4
@@ -127,13 +127,13 @@ def factorize(hessian: Tensor, ridge: Tensor, order: Tensor) -> Tensor | None:
 
 
 def columns_reference(
-    weight: Tensor, factor: Tensor, importance: Tensor, codec: Affine, group: int, search: Search, grid: Any = None
+    weight: Tensor, factor: Tensor, importance: Tensor, codec: Affine, group: int, search: Search, grid: Grid | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Solve one span of columns in PyTorch.
 
     weight: float32 [out, n], the updated weights (not changed); factor: float32 [n, n], the span's part of U;
-    importance: float32 [n]; group: columns that share a grid, dividing n; grid: (scale, zero), float32 [out, n/group],
-    or None to search. Returns codes uint8 [out, n], errors float32 [out, n] ((w - q) / U_cc), scale and zero.
+    importance: float32 [n]; group: columns that share a grid, dividing n; grid: scale and offset [out, n/group], or
+    None to search. Returns codes uint8 [out, n], errors float32 [out, n] ((w - q) / U_cc), scale and zero.
     """
     work = weight.clone()
     rows, columns = work.shape
@@ -146,7 +146,7 @@ def columns_reference(
             inner = factor[start:stop, start:stop]
             scale, zero = _search_group(work[:, start:stop], inner, importance[start:stop], codec, search)
         else:
-            scale, zero = grid[0][:, start // group], grid[1][:, start // group]
+            scale, zero = grid.scale[:, start // group], grid.offset[:, start // group]
         for c in range(start, stop):
             codes[:, c] = codec.encode(work[:, c, None], scale[:, None], zero[:, None])[:, 0]
             errors[:, c] = (work[:, c] - scale * (codes[:, c] - zero)) / factor[c, c]
@@ -266,7 +266,7 @@ class GPTQ:
             span, upper = work[:, start:stop].contiguous(), factor.upper[start:stop, start:stop].contiguous()
             group, grid = width, None
             if fixed is not None:
-                group, grid = stop - start, (fixed[0][:, None], fixed[1][:, None])
+                group, grid = stop - start, codec.grid(fixed[0][:, None], fixed[1][:, None])
             importance = factor.importance[start:stop].contiguous()
             codes[:, start:stop], errors, scale, zero = self.columns(span, upper, importance, codec, group, search, grid)
             if stop < columns:

@@ -210,7 +210,7 @@ def gptq_columns(threads: int) -> Callable[..., tuple[Tensor, Tensor, Tensor, Te
             scale, zero = (np.empty((rows, columns // group), np.float32) for _ in range(2))
             shrinks, zeros = search.shrinks.numpy(), search.zeros.numpy()
         else:
-            scale, zero = (np.ascontiguousarray(part.numpy()) for part in grid)
+            scale, zero = (np.ascontiguousarray(part.numpy()) for part in (grid.scale, grid.offset))
             shrinks = zeros = np.empty(0, np.float32)
         codes, errors = np.empty((rows, columns), np.uint8), np.empty((rows, columns), np.float32)
         from quantkit.codecs.affine import MIN_SCALE
