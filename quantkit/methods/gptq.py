@@ -12,7 +12,6 @@ The column loop's PyTorch reference is `columns_reference`; backends hold faster
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
