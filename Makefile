@@ -12,6 +12,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/.installed
+	mkdir -p demo
 	$(BIN)/quantkit gptq smollm2-135m --output demo/smollm2-gptq --samples 32 --eval bundled --force
 	$(BIN)/quantkit generate demo/smollm2-gptq --prompt "The three largest planets of the solar system are"
 
