@@ -31,17 +31,14 @@ class GgufStore:
 
     def __init__(self, path: Path, model: Any, config: Any) -> None:
         """Index `path`; model: the skeleton whose names are wanted; config: its configuration."""
-        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
         self.path = path
         reader = open_reader(path)
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         architecture = str(reader.fields["general.architecture"].contents())
         self.processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-        try:
-            names = get_gguf_hf_weights_map(model, self.processor)
-        except NotImplementedError as error:
-            raise SourceError(f"{path}: {error}") from None
+        names = _model_names(path, architecture, model, self.processor, {tensor.name for tensor in reader.tensors})
         self.vocabulary = {
             key: str(reader.fields[f"tokenizer.ggml.{key}"].contents()) if f"tokenizer.ggml.{key}" in reader.fields else ""
             for key in ("model", "pre")
@@ -81,6 +78,27 @@ class GgufStore:
     def files(self) -> list[Path]:
         """The file."""
         return [self.path]
+
+
+def _model_names(path: Path, architecture: str, model: Any, processor: Any, wanted: set[str]) -> dict[str, str]:
+    """Return GGUF name -> model name: one look at gguf's table, or transformers' slower search for odd families."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    ids = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+    names: dict[str, str] = {}
+    if architecture in ids:
+        table = get_tensor_name_map(ids[architecture], model.config.get_text_config().num_hidden_layers)
+        for name in model.state_dict():
+            stem, dot, suffix = processor.preprocess_name(name).rpartition(".")
+            if (known := table.get_name(stem)) is not None:
+                names[f"{known}{dot}{suffix}"] = name
+    if {name for name in wanted if not name.startswith("rope_")} <= set(names):
+        return names
+    try:
+        return dict(get_gguf_hf_weights_map(model, processor))
+    except NotImplementedError as error:
+        raise SourceError(f"{path}: {error}") from None
 
 
 def check_magic(path: Path) -> None:
