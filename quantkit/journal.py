@@ -26,8 +26,9 @@ VERSION = 1
 class Journal:
     """The journal of one run. `done` blocks are committed; `resumed` tells whether some were found at the start."""
 
-    def __init__(self, partial: Path, settings: dict[str, Any], restart: bool) -> None:
+    def __init__(self, partial: Path, settings: dict[str, Any], restart: bool, keep_states: bool = True) -> None:
         self.partial = partial
+        self.keep_states = keep_states
         self.folder = partial / "journal"
         settings = json.loads(json.dumps({"version": VERSION, **settings}))
         if restart and partial.exists():
@@ -82,7 +83,7 @@ class Journal:
         index = self.done
         st.write_file(self.part(index), tensors)
         record = {"part": _digest(self.part(index)), "notes": notes, "states": None}
-        if states is not None:
+        if states is not None and self.keep_states:
             record["states"] = self._write_states(index % 2, states)
         _write_json(self.folder / f"{index:05d}.json", record)
         self.records.append(record)

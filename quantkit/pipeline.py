@@ -49,7 +49,7 @@ def without_data(view: BlockView, states: list[Tensor], exact: list[Tensor], dev
 
 
 def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, solver: Any, form: Any, journal: Journal,
-                    schedule: Schedule, store_states: bool, events: Events) -> None:  # fmt: skip
+                    schedule: Schedule, events: Events) -> None:  # fmt: skip
     """Quantize every block that the journal does not hold yet, in order, one in memory at a time."""
     states, exact = (recording.states, recording.exact) if recording else ([], [])
     if recording and 0 < journal.done < len(loader.blocks) and not journal.read_states(states + exact):
@@ -69,7 +69,7 @@ def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, sol
         for row in missed:
             _solve_group(loader, [row], LayerStats(row.shape[1]) if recording else None, solver, form, tensors, notes, events)
         last = index == len(loader.blocks) - 1
-        journal.commit(tensors, notes, states + exact if recording and store_states and not last else None)
+        journal.commit(tensors, notes, states + exact if recording and not last else None)
         loader.release(loader.block_names(index))
     journal.drop_states()
 

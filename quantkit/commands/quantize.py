@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,29 @@ from quantkit.methods import METHODS
 from quantkit.pipeline import quantize_blocks, without_data
 from quantkit.plan import Plan, make_plan
 from quantkit.report import Eye, mib, print_json
-from quantkit.source import Source, resolve
+from quantkit.source import resolve
 from quantkit.verify import verify
 
 LIBRARIES = 480 << 20  # torch, transformers and numba, loaded
 EVAL_WINDOW = 512
 EVAL_WINDOWS = 16
 NEEDS_DATA = ("gptq",)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every step of a run looks at: the request, what was made of it, and who is told."""
+
+    method: str
+    options: Any
+    asked: RunOptions
+    form: Any
+    dtype: str
+    loader: Loader
+    plan: Plan
+    output: Path
+    partial: Path
+    eye: Eye
 
 
 def run(method: str, model: str, options: Any, asked: RunOptions) -> None:
@@ -57,7 +73,8 @@ def run(method: str, model: str, options: Any, asked: RunOptions) -> None:
         eye.plan(plan, source.name, form.name)
         document: dict[str, Any] = {"command": method, "model": model, "output": str(output), "plan": _plan_document(plan)}
         if not asked.dry_run:
-            document |= _quantize(method, loader, plan, options, asked, form, dtype, output, partial, eye)
+            job = Job(method, options, asked, form, dtype, loader, plan, output, partial, eye)
+            document |= _quantize(job)
             document["seconds"] = round(time.perf_counter() - began, 2)
             document["peak_memory"] = memory.peak()
             eye.totals({"time": f"{document['seconds']:.1f} s, peak memory {mib(document['peak_memory'])}", "output": str(output)})
@@ -79,17 +96,16 @@ def _plan_document(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _quantize(method: str, loader: Loader, plan: Plan, options: Any, asked: RunOptions, form: Any, dtype: str, output: Path,
-              partial: Path, eye: Eye) -> dict[str, Any]:  # fmt: skip
-    source = loader.source
-    tokens = _calibration(loader, asked, eye) if method in NEEDS_DATA else None
-    paired = min(options.paired, len(tokens.rows)) if tokens and options.correct else 0
-    schedule, batch = choose_schedule(loader, tokens, paired, asked, eye) if tokens else ("none", 0)
-    settings = _settings(method, source, options, asked, tokens, schedule, batch, dtype, str(loader.device))
+def _quantize(job: Job) -> dict[str, Any]:
+    loader, plan, asked, eye = job.loader, job.plan, job.asked, job.eye
+    tokens = _calibration(job) if job.method in NEEDS_DATA else None
+    paired = min(job.options.paired, len(tokens.rows)) if tokens and job.options.correct else 0
+    schedule, batch = choose_schedule(job, tokens, paired) if tokens else ("none", 0)
+    settings = _settings(job, tokens, schedule, batch)
     states = tokens.rows.numel() * loader.model.get_input_embeddings().weight.shape[1] * 4 if tokens else 0
-    artifact.require_disk(partial.parent, plan.after + asked.shard_bytes(plan.after) + 6 * states, "The run")
+    artifact.require_disk(job.partial.parent, plan.after + asked.shard_bytes(plan.after) + 6 * states, "The run")
     before = _evaluate(loader, asked, eye, "before") if asked.eval else None
-    journal = Journal(partial, settings, asked.restart)
+    journal = Journal(job.partial, settings, asked.restart, asked.resume_states == "store")
     resumed = journal.done if journal.resumed else None
     if resumed is not None:
         eye.notice(f"resuming after block {resumed} of {len(loader.blocks)}")
@@ -100,30 +116,29 @@ def _quantize(method: str, loader: Loader, plan: Plan, options: Any, asked: RunO
     loader.source.drop_tokenizer()
     memory.trim()
     backend = Backend(loader.device, torch.get_num_threads(), asked.reference)
-    solver = METHODS[method](options, backend)
+    solver = METHODS[job.method](job.options, backend)
     eye.phase(f"quantizing {len(loader.blocks)} blocks on {loader.device}" + (f", {schedule}" if tokens else ""))
-    quantize_blocks(loader, plan, recording, solver, form, journal, SCHEDULES.get(schedule, without_data),
-                    asked.resume_states == "store", eye)  # fmt: skip
+    quantize_blocks(loader, plan, recording, solver, job.form, journal, SCHEDULES.get(schedule, without_data), eye)
     del recording
     notes = journal.notes()
     fallen = [note["module"] for note in notes if note["fallback"]]
     if fallen and asked.strict:
         raise StrictError(f"--strict: {len(fallen)} modules fell back to rounding: {name_list(fallen)}.")
-    eye.phase("writing shards")
-    document = _finish(loader, plan, journal, notes, settings, form, dtype, asked, output, partial, eye)
+    document = _finish(job, journal, notes, settings)
     eye.modules_table(notes)
     document |= {"resumed_from_block": resumed, "fallbacks": fallen, "notices": tokens.notices if tokens else []}
     document |= {"schedule": schedule, "threads": settings["threads"], "modules": notes, "kernels": backend.reasons}
     eye.totals({"size": f"{mib(plan.before)} -> {mib(plan.after)}, {plan.bits_per_weight:.2f} bits per quantized weight"})
     if before is not None:
-        artifact_loader = Loader(resolve(str(output), trust_remote_code=asked.trust_remote_code), loader.device)
-        after = _evaluate(artifact_loader, asked, eye, "after")
+        reopened = Loader(resolve(str(job.output), trust_remote_code=asked.trust_remote_code), loader.device)
+        after = _evaluate(reopened, asked, eye, "after")
         document |= {"perplexity_before": before, "perplexity_after": after}
         eye.totals({"perplexity": f"{before:.3f} -> {after:.3f} on {asked.eval}"})
     return document
 
 
-def _calibration(loader: Loader, asked: RunOptions, eye: Eye) -> corpus.Tokens:
+def _calibration(job: Job) -> corpus.Tokens:
+    loader, asked, eye = job.loader, job.asked, job.eye
     tokenizer = loader.source.tokenizer()
     if asked.calibration == "self":
         tokens = selfwritten.write(loader, tokenizer, asked.samples, asked.seq_len, asked.seed, Path(asked.cache), eye.phase)
@@ -136,12 +151,13 @@ def _calibration(loader: Loader, asked: RunOptions, eye: Eye) -> corpus.Tokens:
     return tokens
 
 
-def choose_schedule(loader: Loader, tokens: corpus.Tokens, paired: int, asked: RunOptions, eye: Eye) -> tuple[str, int]:
+def choose_schedule(job: Job, tokens: corpus.Tokens, paired: int) -> tuple[str, int]:
     """Return the schedule's name and the rows of a batch: one pass where what it holds fits the budget.
 
     One pass holds, per token, the residual stream, a normed copy and the widest input of a linear, for the exact
     stream too; two passes hold the statistics of all of a block's inputs at once.
     """
+    loader, asked = job.loader, job.asked
     batch = asked.batch or max(1, 2048 // tokens.rows.shape[1])
     linears = [m.get_parameter("weight").shape for m in loader.linears(0).values()]
     hidden, widest = loader.model.get_input_embeddings().weight.shape[1], max(max(shape) for shape in linears)
@@ -151,20 +167,20 @@ def choose_schedule(loader: Loader, tokens: corpus.Tokens, paired: int, asked: R
     two = base + 4 * 4 * widest**2
     budget = asked.max_memory_bytes or int(psutil.virtual_memory().available * 0.8)
     if two > budget:
-        eye.notice(f"about {mib(two)} are needed, more than the {mib(budget)} of the budget; trying all the same")
+        job.eye.notice(f"about {mib(two)} are needed, more than the {mib(budget)} of the budget; trying all the same")
     if asked.schedule != "auto":
         return asked.schedule, batch
     return ("one-pass" if one <= budget else "two-pass"), batch
 
 
-def _settings(method: str, source: Source, options: Any, asked: RunOptions, tokens: corpus.Tokens | None, schedule: str,
-              batch: int, dtype: str, device: str) -> dict[str, Any]:  # fmt: skip
+def _settings(job: Job, tokens: corpus.Tokens | None, schedule: str, batch: int) -> dict[str, Any]:
     """Return everything that decides the output's bytes: what the journal compares and the manifest records."""
+    asked, source = job.asked, job.loader.source
     return {
-        "method": method,
-        "options": asdict(options),
+        "method": job.method,
+        "options": asdict(job.options),
         "format": asked.format,
-        "dtype": dtype,
+        "dtype": job.dtype,
         "max_shard_size": asked.max_shard_size,
         "source": {"name": source.name, "revision": source.revision, "sha256": source.fingerprint()},
         "calibration": None
@@ -178,7 +194,7 @@ def _settings(method: str, source: Source, options: Any, asked: RunOptions, toke
         },
         "schedule": schedule,
         "batch": batch,
-        "device": device,
+        "device": str(job.loader.device),
         "threads": torch.get_num_threads(),
         "reference": asked.reference,
         "versions": {
@@ -191,8 +207,9 @@ def _settings(method: str, source: Source, options: Any, asked: RunOptions, toke
     }
 
 
-def _finish(loader: Loader, plan: Plan, journal: Journal, notes: list[dict[str, Any]], settings: dict[str, Any], form: Any,
-            dtype: str, asked: RunOptions, output: Path, partial: Path, eye: Eye) -> dict[str, Any]:  # fmt: skip
+def _finish(job: Job, journal: Journal, notes: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
+    loader, plan, asked, form, partial, eye = job.loader, job.plan, job.asked, job.form, job.partial, job.eye
+    eye.phase("writing shards")
     zeros_from_one = all(note["least_zero"] > 0 for note in notes)
     rows = {row.tensor: row for row in plan.packed}
 
@@ -204,7 +221,7 @@ def _finish(loader: Loader, plan: Plan, journal: Journal, notes: list[dict[str, 
     artifact.write_shards(partial, pieces, asked.shard_bytes(plan.after), journal)
     extra = {**settings["options"], "quantizer": f"quantkit:{__version__}", "ignore": plan.ignore}
     config = form.config(plan.rows, extra, zeros_from_one)
-    carried, notices = artifact.write_side_files(loader, partial, config, dtype)
+    carried, notices = artifact.write_side_files(loader, partial, config, job.dtype)
     for text in notices:
         eye.notice(text)
     if form.side_config:
@@ -222,7 +239,7 @@ def _finish(loader: Loader, plan: Plan, journal: Journal, notes: list[dict[str, 
     eye.phase("verifying")
     proof = verify(partial, {piece.name: piece.info for piece in pieces}, notes, loader.source)
     journal.remove()
-    artifact.publish(partial, output)
+    artifact.publish(partial, job.output)
     eye.totals({"verified": f"{proof.tensors} tensors; the codes of {proof.modules} modules read back as chosen"})
     return {"verified": asdict(proof), "bytes_after": plan.after, "bits_per_weight": round(plan.bits_per_weight, 4), "carried": carried}
 
