@@ -25,6 +25,7 @@ BREAK = "<|document|>"
 HELD_OUT = "held-out"  # texts of the same kinds as the bundled ones, none of them among those
 TEXT_COLUMNS = ("text", "content", "messages", "conversations", "prompt")
 ENOUGH = 2  # read this many times the tokens asked for, so that the seed has windows to choose from
+ALL = 1 << 40
 LONG = 6  # characters read per token wanted: a document of a gigabyte is not tokenized whole
 Document = str | list[dict[str, str]]
 
@@ -178,7 +179,8 @@ def draw(tokenizer: Any, spec: str, samples: int, length: int, seed: int, column
     if samples < 1 or length < 8:
         raise UsageError(f"--samples {samples} --seq-len {length} cannot be: at least 1 sample of 8 tokens.")
     prefix = bos_prefix(tokenizer)
-    ids, count = encode(tokenizer, documents(spec, column, offline), ENOUGH * samples * length)
+    enough = ALL if spec == "bundled" else ENOUGH * samples * length  # a mix is drawn from as a whole
+    ids, count = encode(tokenizer, documents(spec, column, offline), enough)
     windows = pack_windows(ids, length, prefix)
     if not len(windows):
         raise CalibrationError(f"{spec} gives {len(ids)} tokens from {count} documents: less than one sample of {length}.")

@@ -112,11 +112,13 @@ def test_names(tokenizer: Any) -> None:
         next(corpus.documents("hf:someone/something", offline=True))
 
 
-def test_bundled_texts_are_many_and_whole() -> None:
+def test_bundled_texts_are_many_and_whole(tokenizer: Any) -> None:
     found = list(corpus.documents("bundled"))
     assert len(found) > 90
     assert sum(isinstance(item, list) for item in found) >= 20
     assert sum(len(item) for item in found if isinstance(item, str)) > 100_000
+    drawn = corpus.draw(tokenizer, "bundled", 2, 64, 0)
+    assert f"from {len(found)} documents" in drawn.origin, "a small draw is from all of them"
     held = list(corpus.documents(corpus.HELD_OUT))
     assert len(held) >= 8 and not set(held) & {item for item in found if isinstance(item, str)}
     assert not [item for item in found if isinstance(item, str) and corpus.BREAK in item]
