@@ -63,7 +63,12 @@ class Plan:
 
 def make_plan(loader: Loader, method: str, options: Any, form: Any, dtype: str, strict: bool) -> Plan:
     """Return the plan of a run; `form` is the output format, dtype what carried tensors become ("auto": unchanged)."""
-    rows = [row for index in range(len(loader.blocks)) for row in _block_rows(loader, index, method, options, form)]
+    overrides, scale_dtype = parse_overrides(options.override), _scale_dtype(loader, form)
+
+    def choose(row: PlanRow) -> PlanRow:
+        return _choose(row, loader, options, overrides, form, scale_dtype)
+
+    rows = [choose(row) for index in range(len(loader.blocks)) for row in _block_rows(loader, index, method, form)]
     if not any(row.method != "keep" for row in rows):
         reasons = sorted({row.reason for row in rows})
         raise PlanError(f"Nothing is left to quantize: {name_list(reasons)}.")
@@ -98,9 +103,8 @@ def kept_info(info: TensorInfo, dtype: str) -> TensorInfo:
     return TensorInfo(CODES[getattr(torch, dtype)], info.shape)
 
 
-def _block_rows(loader: Loader, index: int, method: str, options: Any, form: Any) -> list[PlanRow]:
+def _block_rows(loader: Loader, index: int, method: str, form: Any) -> list[PlanRow]:
     rows = []
-    overrides = parse_overrides(options.override)
     for name, module in loader.linears(index).items():
         full = f"{loader.block_name(index)}.{name}"
         tensor = loader.names.to_source.get(f"{full}.weight")
@@ -111,12 +115,13 @@ def _block_rows(loader: Loader, index: int, method: str, options: Any, form: Any
         out, columns = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
         if transposed and not form.conv1d:
             raise PlanError(f"{full} is a Conv1D layer, which no runtime loads from {form.name}; use --format gptq (or GGUF).")
-        row = PlanRow(full, tensor, (out, columns), method, None, "", transposed, index)
-        rows.append(_choose(row, loader, options, overrides, form))
+        rows.append(PlanRow(full, tensor, (out, columns), method, None, "", transposed, index))
     return rows
 
 
-def _choose(row: PlanRow, loader: Loader, options: Any, overrides: list[tuple[str, dict[str, Any]]], form: Any) -> PlanRow:
+def _choose(
+    row: PlanRow, loader: Loader, options: Any, overrides: list[tuple[str, dict[str, Any]]], form: Any, scale_dtype: str
+) -> PlanRow:
     keep = family(str(loader.model.config.model_type)).keep
     if matches(KEEP_ALWAYS, row.module) or matches(keep, row.module):
         return replace(row, method="keep", reason="routers and the like are never quantized")
@@ -126,7 +131,7 @@ def _choose(row: PlanRow, loader: Loader, options: Any, overrides: list[tuple[st
         return replace(row, method="keep", reason="in --exclude")
     wanted: dict[str, Any] = {"bits": options.bits, "group": options.group_size, "symmetric": options.sym}
     wanted |= next((change for pattern, change in overrides if re.search(pattern, row.module)), {})
-    codec = Affine(**wanted, scale_dtype=_scale_dtype(loader, form))
+    codec = Affine(**wanted, scale_dtype=scale_dtype)
     group, columns = codec.group, row.shape[1]
     reason = ""
     if group != -1 and columns % group:
@@ -142,8 +147,8 @@ def _choose(row: PlanRow, loader: Loader, options: Any, overrides: list[tuple[st
 
 def _scale_dtype(loader: Loader, form: Any) -> str:
     """Scales are stored as float16 unless the format takes the model's dtype and that is bfloat16."""
-    dtype = str(loader.source.raw_config().get("dtype") or loader.source.raw_config().get("torch_dtype") or "")
-    wanted = dtype.removeprefix("torch.")
+    config = loader.source.raw_config()
+    wanted = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     return wanted if wanted in form.scale_dtypes and wanted != "float32" else "float16"
 
 

@@ -119,6 +119,17 @@ class LayerStats:
 
 
 @dataclass(frozen=True)
+class Note:
+    """How one weight went in a solver. error: relative squared output error, tr(E H ET) / tr(W H WT)."""
+
+    error: float
+    damp: float
+    tokens: int
+    dead: int
+    fallback: str = ""
+
+
+@dataclass(frozen=True)
 class InputGroup:
     """Linear modules of a block that read the same input tensor; names are relative to the block."""
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from quantkit.backends import Backend
 from quantkit.codecs.affine import Affine
 from quantkit.methods._options import GptqOptions
+from quantkit.methods._rounding import round_weight
 from quantkit.methods.gptq import GPTQ, _relative, column_order, columns_reference, factorize, make_search
-from quantkit.methods.rtn import round_weight
 from quantkit.tensors import LayerStats
 
 CPU = torch.device("cpu")

@@ -19,7 +19,8 @@ from torch import Tensor
 from quantkit.backends import Backend
 from quantkit.codecs.affine import Affine
 from quantkit.methods._options import GptqOptions
-from quantkit.tensors import Grid, LayerStats, QuantTensor
+from quantkit.methods._rounding import round_weight
+from quantkit.tensors import Grid, LayerStats, Note, QuantTensor
 
 SPAN = 128
 KEPT = 4
@@ -75,24 +76,11 @@ class Factor:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Note:
-    """How one weight went. error: relative squared output error, tr(E H ET) / tr(W H WT)."""
-
-    error: float
-    damp: float
-    tokens: int
-    dead: int
-    fallback: str = ""
-
-
 def column_order(kind: str, diagonal: Tensor, width: int) -> Tensor:
     """Return the order, int64 [in], in which columns are quantized; groups of `width` columns stay whole for "group"."""
-    if kind == "none" or (kind == "group" and width >= len(diagonal)):
-        kind = "none" if kind == "none" else "full"
     if kind == "none":
         return torch.arange(len(diagonal), device=diagonal.device)
-    if kind == "full":
+    if kind == "full" or width >= len(diagonal):
         return torch.argsort(diagonal, descending=True, stable=True)
     groups = diagonal.view(-1, width)
     inside = torch.argsort(groups, dim=1, descending=True, stable=True)
@@ -242,8 +230,6 @@ class GPTQ:
 
     def _round(self, weight: Tensor, factor: Factor, codec: Affine) -> QuantTensor:
         """Return the weight rounded to nearest on searched grids, in the natural column order."""
-        from quantkit.methods.rtn import round_weight
-
         return round_weight(weight, codec, self.options.scale_search)
 
     def _solve_columns(self, weight: Tensor, factor: Factor, codec: Affine) -> tuple[QuantTensor, float]:
