@@ -15,7 +15,18 @@ from quantkit.registry import Row, Table
 
 KERNELS = Table(
     "kernel",
-    [Row("cpu/gptq_columns", "GPTQ's column loop in Numba", "quantkit.backends.cpu.columns:gptq_columns")],
+    [
+        Row("cpu/gptq_columns", "GPTQ's column loop in Numba", "quantkit.backends.cpu.columns:gptq_columns"),
+        *(
+            Row(f"cpu/{name}", "Numba, blocks as SIMD lanes", f"quantkit.backends.cpu.{module}:{name.lower()}")
+            for module, names in (
+                ("rounded", ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
+                ("k_quants", ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")),
+                ("nonlinear", ("IQ4_NL", "IQ4_XS", "MXFP4")),
+            )
+            for name in names
+        ),
+    ],
 )
 
 
