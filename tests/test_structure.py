@@ -20,7 +20,7 @@ LAYERS = [
     {"backends"},
     {"methods", "families"},
     {"formats", "source", "loader", "corpus"},
-    {"selfwritten", "plan"},
+    {"selfwritten", "plan", "mixture"},
     {"calibrate", "journal"},
     {"artifact", "pipeline", "verify", "perplexity"},
     {"report"},
