@@ -17,6 +17,7 @@ from typing import Any
 
 from quantkit.errors import OutputError, ResumeError
 from quantkit.formats import _safetensors as st
+from quantkit.formats import gguf_vocab
 from quantkit.formats._safetensors import TensorInfo
 from quantkit.formats.store import INDEX
 from quantkit.journal import Journal
@@ -152,6 +153,7 @@ def write_side_files(loader: Loader, partial: Path, quantization: dict[str, Any]
 
         GenerationConfig.from_model_config(source.config()).save_pretrained(str(partial))
         source.tokenizer().save_pretrained(str(partial))
+        gguf_vocab.save_extras(source.store.header, partial)  # type: ignore[attr-defined]
     elif (source.folder / "README.md").exists():
         shutil.copyfile(source.folder / "README.md", partial / "README.source.md")
         carried.append("README.source.md")

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import __version__, memory
-from quantkit.commands._options import EvalOptions, GenerateOptions, RunOptions, ToHfOptions
+from quantkit.commands._options import EvalOptions, ExportOptions, GenerateOptions, ImatrixOptions, RunOptions, ToHfOptions
 from quantkit.errors import Interrupted, QuantkitError, UsageError
 from quantkit.methods import METHODS, OPTIONS
 
@@ -118,6 +118,24 @@ def to_hf(model: Model, output: Annotated[Path, typer.Argument(help="Folder to w
     from quantkit.commands import convert
 
     convert.to_hf(model, output, asked)
+
+
+@app.command("export-gguf")
+@flags(ExportOptions)
+def export_gguf(model: Model, asked: ExportOptions) -> None:
+    """Write a GGUF file for llama.cpp and Ollama, in one pass."""
+    from quantkit.commands import export
+
+    export.export_gguf(model, asked)
+
+
+@app.command("imatrix")
+@flags(ImatrixOptions)
+def imatrix(model: Model, asked: ImatrixOptions) -> None:
+    """Compute an importance matrix: the mean square of every weight's input columns."""
+    from quantkit.commands import export
+
+    export.imatrix(model, asked)
 
 
 @app.command("eval-ppl")

@@ -14,10 +14,10 @@ import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from pathlib import Path
 
 from quantkit.codecs import CODECS, GGML_TYPES
+from quantkit.corpus import data_folder
 from quantkit.errors import PlanError, UsageError
 
 FLOATS = ("F32", "F16", "BF16")
@@ -96,18 +96,13 @@ class Choice:
 @cache
 def policies() -> tuple[str, ...]:
     """Return the names of the recipes that come with quantkit."""
-    folder = _recipes()
+    folder = data_folder("recipes")
     return tuple(sorted(path.stem.upper() for path in folder.iterdir() if path.suffix == ".toml"))
-
-
-def _recipes() -> Path:
-    packaged = Path(str(resources.files("quantkit"))) / "recipes"
-    return packaged if packaged.is_dir() else packaged.parents[1] / "recipes"
 
 
 def load_policy(name: str) -> Policy:
     """Return the policy of a name such as Q4_K_M, or of a TOML file; a UsageError says what is wrong with it."""
-    path = Path(name) if name.endswith(".toml") else _recipes() / f"{name.lower()}.toml"
+    path = Path(name) if name.endswith(".toml") else data_folder("recipes") / f"{name.lower()}.toml"
     if not path.is_file():
         raise UsageError(f"--type '{name}' cannot be. Known: {', '.join(policies())}, or the path of a recipe in TOML.")
     try:

@@ -84,6 +84,12 @@ class Eye(Events):
         self._finish_block(index, total)
         self.block_began = time.perf_counter()
 
+    def count(self, done: int, total: int) -> None:
+        """Advance a simple count; silent without a terminal."""
+        if self.task is None:
+            self.task = self.progress.add_task("written", total=total)
+        self.progress.update(self.task, completed=done, total=total)
+
     def _finish_block(self, index: int, total: int) -> None:
         if self.errors and not self.live:
             mean = sum(self.errors) / len(self.errors)

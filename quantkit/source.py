@@ -165,7 +165,9 @@ def _open_gguf(path: Path, name: str) -> Source:
     from quantkit.loader import build_skeleton
 
     config = gguf.load_config(path)
-    store = gguf.GgufStore(path, build_skeleton(config), config)
+    model = build_skeleton(config)
+    config.architectures = [type(model).__name__]
+    store = gguf.GgufStore(path, model, config)
     return Source(asked=name, name=name, folder=path.parent, store=store, gguf_file=path, _config=config)
 
 

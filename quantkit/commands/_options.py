@@ -30,11 +30,9 @@ class SourceOptions:
 
 
 @dataclass(frozen=True)
-class RunOptions(SourceOptions):
-    """Source, data, output and machine of a run."""
+class DataOptions(SourceOptions):
+    """Source and calibration data."""
 
-    output: str | None = option(None, "Folder to write; default NAME-METHOD-Nbit.", short="-o")
-    format: str = option("gptq", "Container.", choices=("gptq", "compressed-tensors"))
     calibration: str = option(
         "bundled", "Text, JSONL or Parquet file; a named data set; hf:owner/name; bundled; or self (the model writes it)."
     )
@@ -42,6 +40,20 @@ class RunOptions(SourceOptions):
     samples: int = option(64, "Calibration samples.")
     seq_len: int = option(512, "Tokens of a sample.")
     seed: int = option(0, "Seed of everything random.")
+    cache: str = option("~/.cache/quantkit", "Where text written by --calibration self is kept.")
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "seq_len"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} cannot be: at least 1.")
+
+
+@dataclass(frozen=True)
+class RunOptions(DataOptions):
+    """Source, data, output and machine of a run."""
+
+    output: str | None = option(None, "Folder to write; default NAME-METHOD-Nbit.", short="-o")
+    format: str = option("gptq", "Container.", choices=("gptq", "compressed-tensors"))
     device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")
     dtype: str = option(
         "auto",
@@ -65,15 +77,12 @@ class RunOptions(SourceOptions):
     reference: bool = option(False, "Use the plain PyTorch reference instead of faster kernels.")
     quiet: bool = option(False, "Print nothing for people.", short="-q")
     json: bool = option(False, "Print one JSON object on the last line of standard output.")
-    cache: str = option("~/.cache/quantkit", "Where text written by --calibration self is kept.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for flag, value in (("--max-shard-size", self.max_shard_size), ("--max-memory", self.max_memory)):
             if value is not None:
                 parse_size(value, flag)
-        for name in ("samples", "seq_len"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} cannot be: at least 1.")
 
     def shard_bytes(self, total: int) -> int:
         """Return the largest bytes of a shard, given the total."""
@@ -92,6 +101,55 @@ class ToHfOptions(SourceOptions):
     dtype: str = option("bfloat16", "Dtype of the floats; auto keeps each tensor's.", choices=("auto", "float32", "bfloat16", "float16"))
     max_shard_size: str = option("5GB", "Largest size of one weight file.")
     force: bool = option(False, "Replace an existing output.")
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+
+
+@dataclass(frozen=True)
+class ExportOptions(DataOptions):
+    """Options of export-gguf."""
+
+    output: str | None = option(None, "File to write; default NAME-TYPE.gguf.", short="-o")
+    type: str = option("Q4_K_M", "File type, such as Q4_K_M, Q8_0 or F16, or a recipe of your own (a .toml file).")
+    imatrix: str = option("", "Importance matrix: a file, or auto (computed now from the calibration data).")
+    tensor_type: tuple[str, ...] = option((), "REGEX=TYPE: another type for some tensors (repeatable, first match wins).")
+    output_type: str = option("", "Type of the output matrix.")
+    embedding_type: str = option("", "Type of the token embedding.")
+    pure: bool = option(False, "Give every matrix the base type, without a mixture.")
+    pre_tokenizer: str = option("", "llama.cpp's name of the pre-tokenizer, when it is not recognised.")
+    split_max_size: str | None = option(None, "Split the file into pieces of at most this size, such as 4GB.")
+    modelfile: bool = option(False, "Write a Modelfile for Ollama beside it.")
+    allow_requantize: bool = option(False, "Accept a source that is already quantized.")
+    strict: bool = option(False, "Fail if a tensor cannot have its type, or has no place.")
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
+    dry_run: bool = option(False, "Print the types and the exact size, and stop.")
+    force: bool = option(False, "Replace an existing output.")
+    reference: bool = option(False, "Use the plain PyTorch reference instead of faster kernels.")
+    quiet: bool = option(False, "Print nothing for people.", short="-q")
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.split_max_size is not None:
+            parse_size(self.split_max_size, "--split-max-size")
+
+    @property
+    def split_bytes(self) -> int:
+        """Largest bytes of one file's tensors, 0 for no limit."""
+        return parse_size(self.split_max_size, "--split-max-size") if self.split_max_size else 0
+
+
+@dataclass(frozen=True)
+class ImatrixOptions(DataOptions):
+    """Options of imatrix."""
+
+    output: str | None = option(None, "File to write: GGUF, or the older layout if it ends in .dat; default NAME-imatrix.gguf.", short="-o")
+    merge: tuple[str, ...] = option((), "Add the sums of this importance matrix (repeatable).")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
+    batch: int = option(0, "Samples per batch; 0 chooses.")
+    force: bool = option(False, "Replace an existing output.")
+    strict: bool = option(False, "Fail if an expert saw no token.")
+    quiet: bool = option(False, "Print nothing for people.", short="-q")
     json: bool = option(False, "Print one JSON object on the last line of standard output.")
 
 

@@ -17,6 +17,7 @@ import transformers
 from quantkit import __version__, artifact, corpus, memory, perplexity, selfwritten
 from quantkit.backends import Backend
 from quantkit.calibrate import SCHEDULES, record
+from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import RunOptions
 from quantkit.errors import PlanError, StrictError, UsageError, name_list
 from quantkit.formats import FORMATS
@@ -98,7 +99,7 @@ def _plan_document(plan: Plan) -> dict[str, Any]:
 
 def _quantize(job: Job) -> dict[str, Any]:
     loader, plan, asked, eye = job.loader, job.plan, job.asked, job.eye
-    tokens = _calibration(job) if job.method in NEEDS_DATA else None
+    tokens = draw_tokens(loader, asked, eye) if job.method in NEEDS_DATA else None
     paired = min(job.options.paired, len(tokens.rows)) if tokens and job.options.correct else 0
     schedule, batch = choose_schedule(job, tokens, paired) if tokens else ("none", 0)
     settings = _settings(job, tokens, schedule, batch)
@@ -135,20 +136,6 @@ def _quantize(job: Job) -> dict[str, Any]:
         document |= {"perplexity_before": before, "perplexity_after": after}
         eye.totals({"perplexity": f"{before:.3f} -> {after:.3f} on {asked.eval}"})
     return document
-
-
-def _calibration(job: Job) -> corpus.Tokens:
-    loader, asked, eye = job.loader, job.asked, job.eye
-    tokenizer = loader.source.tokenizer()
-    if asked.calibration == "self":
-        tokens = selfwritten.write(loader, tokenizer, asked.samples, asked.seq_len, asked.seed, Path(asked.cache), eye.phase)
-    else:
-        tokens = corpus.draw(tokenizer, asked.calibration, asked.samples, asked.seq_len, asked.seed, asked.column, asked.offline)
-    for text in tokens.notices:
-        eye.notice(text)
-    if (limit := getattr(loader.source.config().get_text_config(), "max_position_embeddings", None)) and asked.seq_len > limit:
-        raise UsageError(f"--seq-len {asked.seq_len} is more than the model's {limit} positions.")
-    return tokens
 
 
 def choose_schedule(job: Job, tokens: corpus.Tokens, paired: int) -> tuple[str, int]:

@@ -1,12 +1,13 @@
 """GGUF files as a source: tensors under their Hugging Face names, and the tokenizer the file describes.
 
-The container and its decoders are the gguf package's, configuration and vocabulary transformers'; what is ours is
-reading one tensor at a time and the pre-tokenizer, which transformers rebuilds for only a few models. An unknown
+Configuration and vocabulary are transformers'; what is ours is the header (`_gguf.py`), the decoders of the types that
+quantkit writes, and the pre-tokenizer, which transformers rebuilds for only a few models. An unknown
 `tokenizer.ggml.pre` is an error: a wrong split of digits costs perplexity without a word.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.codecs import CODECS, GGML_TYPES
 from quantkit.errors import SourceError
 from quantkit.formats import _safetensors as st
+from quantkit.formats._gguf import Header, read_header
 from quantkit.formats._safetensors import TensorInfo
 
+CODEC_OF = {CODECS[name].type_id: name for name in GGML_TYPES}
+LONG = 4096  # keys with more elements are a vocabulary's
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {"llama-bpe": WORDS + r"\p{N}{1,3}" + TAIL, "qwen2": WORDS + r"\p{N}" + TAIL}
@@ -34,21 +39,18 @@ class GgufStore:
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
         self.path = path
-        reader = open_reader(path)
+        self.header = header = read_header(path)
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        architecture = str(reader.fields["general.architecture"].contents())
+        architecture = str(header.get("general.architecture", ""))
         self.processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-        names = _model_names(path, architecture, model, self.processor, {tensor.name for tensor in reader.tensors})
-        self.vocabulary = {
-            key: str(reader.fields[f"tokenizer.ggml.{key}"].contents()) if f"tokenizer.ggml.{key}" in reader.fields else ""
-            for key in ("model", "pre")
-        }
-        self.tensors: dict[str, Any] = {}
+        names = _model_names(path, architecture, model, self.processor, set(header.tensors))
+        self.vocabulary = {key: str(header.get(f"tokenizer.ggml.{key}", "")) for key in ("model", "pre")}
+        self.tensors: dict[str, str] = {}
         self.infos: dict[str, TensorInfo] = {}
-        for tensor in reader.tensors:
-            name = names.get(tensor.name)
-            if name is None and not tensor.name.startswith("rope_"):
-                raise SourceError(f"{path}: no {type(model).__name__} weight corresponds to '{tensor.name}'.")
+        for tensor in header.tensors:
+            name = names.get(tensor)
+            if name is None and not tensor.startswith("rope_"):
+                raise SourceError(f"{path}: no {type(model).__name__} weight corresponds to '{tensor}'.")
             if name is not None:
                 self.tensors[name] = tensor
                 self.infos[name] = TensorInfo("F32", shapes[name])
@@ -63,12 +65,9 @@ class GgufStore:
 
     def read(self, name: str) -> Tensor:
         """Decode one tensor to float32 and undo what the file's architecture did to it (Q/K order, norm offset)."""
-        from gguf import dequantize
-
         tensor = self.tensors[name]
-        values = self.processor.process(
-            weights=dequantize(tensor.data, tensor.tensor_type), name=tensor.name, tensor_key_mapping={}, parsed_parameters={}
-        ).weights
+        values = decode(self.header, tensor)
+        values = self.processor.process(weights=values, name=tensor, tensor_key_mapping={}, parsed_parameters={}).weights
         return torch.from_numpy(values.copy()).to(torch.float32).reshape(self.infos[name].shape)
 
     def chunks(self, name: str) -> Iterator[bytes | memoryview]:
@@ -101,42 +100,58 @@ def _model_names(path: Path, architecture: str, model: Any, processor: Any, want
         raise SourceError(f"{path}: {error}") from None
 
 
-def check_magic(path: Path) -> None:
-    """Raise a SourceError if a file does not begin as a GGUF file does."""
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise SourceError(f"{path} is not a GGUF file (its first four bytes say so). Download it again.")
+def decode(header: Header, tensor: str) -> Any:
+    """Return one tensor of a file, float32 with its torch shape, as a numpy array."""
+    entry, data = header.tensors[tensor], header.read(tensor)
+    codec = CODEC_OF.get(entry.type_id)
+    if codec is None:
+        from gguf import GGMLQuantizationType, dequantize
 
-
-def open_reader(path: Path) -> Any:
-    """Return gguf's reader for `path`; a SourceError says what is wrong with the file."""
-    from gguf import GGUFReader
-
-    check_magic(path)
-    try:
-        reader = GGUFReader(str(path))
-    except (ValueError, KeyError, IndexError, OverflowError) as error:
-        raise SourceError(f"{path} is damaged or truncated ({error}). Download it again.") from None
-    seen: set[str] = set()
-    for tensor in reader.tensors:
-        if tensor.name in seen:
-            raise SourceError(f"{path} holds '{tensor.name}' twice.")
-        seen.add(tensor.name)
-    return reader
+        try:
+            return dequantize(data, GGMLQuantizationType(entry.type_id)).reshape(entry.shape)
+        except NotImplementedError:
+            raise SourceError(f"{header.path}: '{tensor}' has the type {entry.type_id}, which quantkit cannot decode.") from None
+    return CODECS[codec].decode(torch.from_numpy(data)).reshape(entry.shape).numpy()
 
 
 def load_config(path: Path) -> Any:
     """Return the transformers configuration of a GGUF file."""
     from transformers import AutoConfig
 
-    check_magic(path)
-    try:
-        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-    except (ValueError, KeyError) as error:
-        raise SourceError(f"{path}: transformers cannot read this architecture ({error}).") from None
+    header = read_header(path)  # transformers believes what the file says
+    with tempfile.TemporaryDirectory() as scratch:
+        _write_sketch(header, Path(scratch) / "sketch.gguf")
+        try:
+            config = AutoConfig.from_pretrained(scratch, gguf_file="sketch.gguf")
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise SourceError(f"{path}: transformers cannot read this architecture ({error}).") from None
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    text = config.get_text_config()
+    if (embedding := header.tensors.get("token_embd.weight")) is not None:
+        text.vocab_size = embedding.shape[0]
+    if "output.weight" in header.tensors:
+        text.tie_word_embeddings = config.tie_word_embeddings = False
     return config
+
+
+def _write_sketch(header: Header, path: Path) -> None:
+    """Write the file's settings and tensor names without its tokens and data, whose parsing takes the gguf package long."""
+    import numpy as np
+    from gguf import GGUFValueType, GGUFWriter
+
+    writer = GGUFWriter(str(path), str(header.get("general.architecture", "")))
+    for name, key in header.keys.items():
+        if name not in ("general.architecture", "general.alignment") and not (isinstance(key.value, list) and len(key.value) > LONG):
+            element = None if key.element is None else GGUFValueType(key.element)
+            if key.value != []:
+                writer.add_key_value(name, key.value, GGUFValueType(key.kind), sub_type=element)
+    for tensor in header.tensors:
+        writer.add_tensor(tensor, np.zeros(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def load_tokenizer(path: Path, model: str, pre: str) -> Any:

@@ -1,0 +1,186 @@
+"""`quantkit export-gguf` and `quantkit imatrix`: files for llama.cpp and Ollama."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit import corpus, export, importance, memory
+from quantkit.backends import Backend
+from quantkit.codecs import GGML_TYPES
+from quantkit.commands._data import draw_tokens
+from quantkit.commands._options import DataOptions, ExportOptions, ImatrixOptions
+from quantkit.calibrate import record
+from quantkit.errors import PlanError, StrictError, UsageError, name_list
+from quantkit.energy import watch_blocks
+from quantkit.export import ExportPlan
+from quantkit.formats import gguf, gguf_write
+from quantkit.importance import Entry, Importance
+from quantkit.loader import Loader, pick_device
+from quantkit.mixture import Wishes, load_policy, parse_tensor_types
+from quantkit.report import Eye, mib, print_json
+from quantkit.source import Source, resolve
+
+FALLBACKS_SHOWN = 8
+
+
+def export_gguf(model: str, asked: ExportOptions) -> None:
+    """Write `model` as a GGUF file."""
+    began = time.perf_counter()
+    torch.set_num_threads(asked.threads or torch.get_num_threads())
+    policy, wishes = load_policy(asked.type), _wishes(asked)
+    source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
+    output = Path(asked.output or f"{source.name}-{policy.name}.gguf")
+    gguf_write.check_output(output, source.gguf_file, asked.force)
+    if (packed := _packed(source)) and not policy.is_float and not asked.allow_requantize:
+        raise PlanError(
+            f"{model} is already quantized ({packed}). Start from the original, or insist with --allow-requantize; "
+            "--type F16 or BF16 decodes it."
+        )
+    with Eye(asked.quiet) as eye:
+        matrix = _matrix(source, asked, eye)
+        plan = export.make_plan(source, policy, wishes, asked.pre_tokenizer, matrix, asked.strict)
+        total = export.exact_bytes(plan, asked.split_bytes)
+        for text in plan.notices:
+            eye.notice(text)
+        _print_plan(eye, plan, total)
+        document: dict[str, Any] = {"command": "export-gguf", "model": model, "type": policy.name, "output": str(output)}
+        document |= _plan_document(plan, total)
+        if not asked.dry_run:
+            document |= _write(plan, output, asked, eye)
+            document["seconds"] = round(time.perf_counter() - began, 2)
+            document["peak_memory"] = memory.peak()
+            eye.totals({"time": f"{document['seconds']:.1f} s, peak memory {mib(document['peak_memory'])}", "output": str(output)})
+    if asked.json:
+        print_json(document)
+
+
+def _wishes(asked: ExportOptions) -> Wishes:
+    kinds = {"--output-type": asked.output_type.upper(), "--embedding-type": asked.embedding_type.upper()}
+    for flag, kind in kinds.items():
+        if kind and kind not in GGML_TYPES:
+            raise UsageError(f"{flag} '{kind}' cannot be. Known: {', '.join(GGML_TYPES)}.")
+    return Wishes(parse_tensor_types(asked.tensor_type), *kinds.values(), asked.pure, bool(asked.imatrix))
+
+
+def _packed(source: Source) -> str:
+    """Say how a source is quantized; empty for plain weights."""
+    if not isinstance(source.store, gguf.GgufStore):
+        return source.quantized
+    kinds = {gguf.CODEC_OF.get(entry.type_id, "another type") for entry in source.store.header.tensors.values()}
+    return "GGUF " + ", ".join(sorted(kinds - {"F32", "F16", "BF16"})) if kinds - {"F32", "F16", "BF16"} else ""
+
+
+def _matrix(source: Source, asked: ExportOptions, eye: Eye) -> Importance | None:
+    if asked.imatrix == "auto":
+        return compute(source, asked, "auto", 0, eye)
+    return importance.load(Path(asked.imatrix)) if asked.imatrix else None
+
+
+def _write(plan: ExportPlan, output: Path, asked: ExportOptions, eye: Eye) -> dict[str, Any]:
+    backend = Backend(torch.device("cpu"), torch.get_num_threads(), asked.reference)
+    eye.phase(f"writing {len(plan.choices)} tensors, compiling kernels on their first use")
+    done: list[str] = []
+
+    def step(name: str) -> None:
+        done.append(name)
+        eye.count(len(done), len(plan.choices))
+
+    paths = export.write(plan, output, asked.split_bytes, backend, step)
+    if asked.modelfile:
+        path = output.resolve().with_name("Modelfile")
+        path.write_text(modelfile(plan, paths[0].name), encoding="utf-8")
+        paths.append(path)
+    eye.totals({"verified": f"{len(plan.choices)} tensors have the planned names, shapes and types"})
+    return {"files": [str(path) for path in paths], "kernels": backend.reasons}
+
+
+def modelfile(plan: ExportPlan, name: str) -> str:
+    """Return a Modelfile for Ollama: the file, and the sampling settings of generation_config.json."""
+    lines, path = [f"FROM ./{name}"], plan.source.folder / "generation_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and not plan.source.gguf_file else {}
+    names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repeat_penalty"}
+    lines += [f"PARAMETER {theirs} {settings[ours]}" for ours, theirs in names.items() if settings.get(ours) is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _print_plan(eye: Eye, plan: ExportPlan, total: int) -> None:
+    kinds: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for choice in plan.choices:
+        kinds[choice.type, choice.wanted] += 1
+        sizes[choice.type, choice.wanted] += choice.nbytes
+    bits = 8 * plan.data_bytes / plan.parameters
+    eye.totals({"file": f"{plan.source.name} as {plan.policy.name}: {mib(total)} exactly ({total} bytes), {bits:.3f} bits per weight"})
+    for (kind, wanted), count in sorted(kinds.items(), key=lambda item: -sizes[item[0]]):
+        eye.totals({f"  {count} x {kind}": mib(sizes[kind, wanted]) + (f", where {wanted} does not fit" if wanted else "")})
+    if plan.fallbacks:
+        extra = sum(choice.nbytes - _ideal(choice) for choice in plan.fallbacks)
+        first = [f"{c.name} ({c.shape[-1]} columns)" for c in plan.fallbacks]
+        eye.notice(
+            f"{len(plan.fallbacks)} tensors took another type because blocks of 256 do not divide their rows, "
+            f"{'+' if extra >= 0 else '-'}{mib(abs(extra))}: {name_list(first, FALLBACKS_SHOWN)}"
+        )
+
+
+def _ideal(choice: Any) -> float:
+    from quantkit.codecs import CODECS
+
+    return float(torch.Size(choice.shape).numel() * CODECS[choice.wanted].bits_per_weight / 8)
+
+
+def _plan_document(plan: ExportPlan, total: int) -> dict[str, Any]:
+    tensors = [{**asdict(c), "shape": list(c.shape), "bytes": c.nbytes} for c in plan.choices]
+    bits = round(8 * plan.data_bytes / plan.parameters, 4)
+    return {"bytes": total, "bits_per_weight": bits, "tensors": tensors, "fallbacks": len(plan.fallbacks), "notices": plan.notices}
+
+
+def imatrix(model: str, asked: ImatrixOptions) -> None:
+    """Compute the importance matrix of `model` and write it, with the sums of others if they are given."""
+    began = time.perf_counter()
+    torch.set_num_threads(asked.threads or torch.get_num_threads())
+    source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
+    output = Path(asked.output or f"{source.name}-imatrix.gguf")
+    gguf_write.check_output(output, None, asked.force)
+    others = [importance.load(Path(path)) for path in asked.merge]
+    with Eye(asked.quiet) as eye:
+        matrix = compute(source, asked, asked.device, asked.batch, eye)
+        for other in others:
+            matrix.merge(other)
+        unseen = matrix.notices()
+        for text in unseen:
+            eye.notice(text)
+        if unseen and asked.strict:
+            raise StrictError(f"--strict: {name_list(unseen)}.")
+        importance.save(matrix, output)
+        seconds = round(time.perf_counter() - began, 2)
+        eye.totals({"entries": str(len(matrix.entries)), "chunks": f"{matrix.chunks} of {matrix.chunk} tokens"})
+        eye.totals({"time": f"{seconds:.1f} s, peak memory {mib(memory.peak())}", "output": str(output)})
+    if asked.json:
+        document = {"command": "imatrix", "model": model, "output": str(output), "entries": len(matrix.entries), "chunks": matrix.chunks}
+        print_json({**document, "notices": unseen, "seconds": seconds, "peak_memory": memory.peak()})
+
+
+def compute(source: Source, asked: DataOptions, device: str, batch: int, eye: Eye) -> Importance:
+    """Return the importance matrix of a source over the calibration data, block by block."""
+    loader = Loader(source, pick_device(device))
+    tokens: corpus.Tokens = draw_tokens(loader, asked, eye)
+    length = tokens.rows.shape[1]
+    eye.phase(f"importance over {len(tokens.rows)} x {length} tokens ({tokens.origin})")
+    recording = record(loader, list(torch.split(tokens.rows, batch or max(1, 2048 // length))))
+    names = export.weight_names(source)
+    entries: dict[str, Entry] = {}
+    for index, found in watch_blocks(loader, recording):
+        eye.count(index + 1, len(loader.blocks))
+        for module, energy in found.items():
+            weight = loader.names.to_source[f"{loader.block_name(index)}.{module}.weight"]
+            for name in names[weight]:
+                entries[name] = Entry(energy.sums, energy.counts)
+    origin = asked.calibration if "/" not in asked.calibration else Path(asked.calibration).name
+    return Importance(entries, length, len(tokens.rows), [origin], "computed")

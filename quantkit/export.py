@@ -1,0 +1,239 @@
+"""A checkpoint to a GGUF file in one pass: names and types planned first, then one tensor in memory at a time.
+
+No float16 file lies in between. Each tensor is read, put in llama.cpp's order, encoded in runs of rows and written; a
+value that its type cannot hold is an error that names it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.backends import Backend
+from quantkit.codecs import CODECS, GGML_TYPES
+from quantkit.errors import PlanError, SourceError, StrictError, VerifyError, name_list
+from quantkit.families import GgufFamily, gguf_family
+from quantkit.formats import gguf, gguf_keys, gguf_vocab, gguf_write
+from quantkit.formats._gguf import read_header
+from quantkit.formats.gguf_tensors import GgufTensor, map_tensors, slices
+from quantkit.importance import Importance, match
+from quantkit.loader import require_finite
+from quantkit.mixture import Choice, Facts, Policy, Wishes, choose
+from quantkit.source import Source
+
+CHUNK = 1 << 22  # elements encoded at a time
+HALF_MAX = 65504.0
+TYPE_IDS = {name: int(CODECS[name].type_id) for name in GGML_TYPES}
+# Below this no scale of a block comes near the largest float16, whatever the search.
+SAFE = 30000.0
+
+
+@dataclass
+class ExportPlan:
+    """What the file will hold. notices: what the user should know; fallbacks: rows that a type did not fit."""
+
+    source: Source
+    family: GgufFamily
+    settings: gguf_keys.Settings
+    policy: Policy
+    tensors: dict[str, GgufTensor]
+    choices: list[Choice]
+    vocabulary: gguf_vocab.Vocabulary | None
+    notices: list[str]
+    importance: Importance | None = None
+
+    @property
+    def fallbacks(self) -> list[Choice]:
+        """Tensors whose type is not the wanted one."""
+        return [choice for choice in self.choices if choice.wanted]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all tensors."""
+        return sum(torch.Size(choice.shape).numel() for choice in self.choices)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(choice.nbytes for choice in self.choices)
+
+
+def make_plan(source: Source, policy: Policy, wishes: Wishes, pre: str, importance: Importance | None, strict: bool) -> ExportPlan:
+    """Return the plan of an export; everything that can be refused is refused here."""
+    config = source.config().to_dict()
+    settings = gguf_keys.Settings(config)
+    family = gguf_family(str(config.get("model_type", "")))
+    if settings.rope["rope_type"] == "dynamic":
+        source.notices.append("llama.cpp has no dynamic rotary scaling: texts longer than the original context will suffer")
+    mapping = map_tensors(source.store, settings, family, gguf_keys.rope_tensors(settings, family))
+    notices = list(source.notices)
+    if mapping.unknown:
+        text = f"{family.arch} has no place for {len(mapping.unknown)} tensors, left out: {name_list(mapping.unknown)}"
+        if strict:
+            raise StrictError(f"--strict: {text}.")
+        notices.append(text)
+    vocabulary = _vocabulary(source, settings, mapping.tensors, pre)
+    shapes = {name: tensor.shape for name, tensor in mapping.tensors.items()}
+    facts = Facts(family.arch, settings.layers, settings.heads, settings.kv_heads, settings.experts, "output.weight" not in shapes)
+    choices = choose(shapes, policy, facts, wishes)
+    plan = ExportPlan(source, family, settings, policy, mapping.tensors, choices, vocabulary, notices, importance)
+    if importance is not None:
+        match(importance, shapes)
+        plan.notices += _check_importance(importance, choices)
+    if strict and plan.fallbacks:
+        lines = [f"{c.name} {list(c.shape)}: {c.type} for {c.wanted}, {c.reason}" for c in plan.fallbacks]
+        raise StrictError(f"--strict: {len(lines)} tensors cannot have their type: {name_list(lines, 8)}.")
+    return plan
+
+
+def weight_names(source: Source) -> dict[str, list[str]]:
+    """Return the GGUF names that each source tensor goes into: one, or two for a tensor that is split."""
+    config = source.config().to_dict()
+    settings = gguf_keys.Settings(config)
+    names: dict[str, list[str]] = {}
+    for name, tensor in map_tensors(source.store, settings, gguf_family(str(config.get("model_type", ""))), {}).tensors.items():
+        for member in tensor.sources:
+            names.setdefault(member, []).append(name)
+    return names
+
+
+def _vocabulary(source: Source, settings: gguf_keys.Settings, tensors: dict[str, GgufTensor], pre: str) -> gguf_vocab.Vocabulary | None:
+    """Return the vocabulary, one token per row of the embedding; None when the source is a GGUF file and has its own."""
+    rows = tensors["token_embd.weight"].shape[0]
+    if isinstance(source.store, gguf.GgufStore):
+        if pre:
+            raise PlanError("--pre-tokenizer: a GGUF file has its own.")
+        return None
+    vocabulary = gguf_vocab.load_vocabulary(source.folder, source.tokenizer(), rows, pre)
+    if pre and vocabulary.model != "gpt2":
+        raise PlanError("--pre-tokenizer is for byte-level BPE; this is a SentencePiece tokenizer.")
+    return vocabulary
+
+
+def _check_importance(importance: Importance, choices: list[Choice]) -> list[str]:
+    """Refuse an importance matrix of another model; return what it lacks."""
+    lacking = []
+    for choice in choices:
+        if CODECS[choice.type].weighted and choice.reason != "not quantized":
+            if (entry := importance.entries.get(choice.name)) is None:
+                lacking.append(choice.name)
+            elif choice.name != "token_embd.weight":
+                entry.require(choice.name, choice.shape)
+    lacking = [name for name in lacking if name not in ("token_embd.weight", "output.weight")]
+    if len(lacking) == sum(CODECS[c.type].weighted for c in choices) and lacking:
+        raise PlanError(f"The importance matrix has no entry for any tensor of this model; it has {name_list(importance.entries)}.")
+    notices = [f"no importance for {len(lacking)} tensors, rounded without: {name_list(lacking)}"] if lacking else []
+    return notices + importance.notices()
+
+
+def make_writer(plan: ExportPlan, split_bytes: int) -> Any:
+    """Return a gguf writer with all keys and tensor infos of the plan."""
+    import gguf as package
+
+    writer = gguf_write.make_writer(plan.family.arch, plan.choices, TYPE_IDS, split_bytes)
+    writer.add_type(package.GGUFType.MODEL)
+    if isinstance(plan.source.store, gguf.GgufStore):
+        _copy_general(writer, plan.source.store)
+    else:
+        _add_general(writer, plan.source)
+    gguf_keys.add_parameters(writer, plan.settings, plan.family)
+    writer.add_file_type(plan.policy.file_type)
+    writer.add_quantization_version(package.GGML_QUANT_VERSION)
+    if plan.importance is not None:
+        plan.importance.add_keys(writer)
+    if isinstance(plan.source.store, gguf.GgufStore):
+        gguf_vocab.copy_vocabulary(writer, plan.source.store.header)
+    elif plan.vocabulary is not None:
+        for notice in gguf_vocab.add_vocabulary(writer, plan.vocabulary, plan.source.folder, plan.family.no_prefix_space):
+            if notice not in plan.notices:
+                plan.notices.append(notice)
+    return writer
+
+
+def _add_general(writer: Any, source: Source) -> None:
+    """Add what the folder's name, README and generation_config say about the model."""
+    import gguf as package
+
+    total, shared, experts, count = writer.get_total_parameter_count()
+    metadata = package.Metadata.load(None, source.folder, None, total)
+    metadata.name = metadata.name or source.name
+    if metadata.size_label is None and total > 0:
+        metadata.size_label = package.size_label(total, shared, experts, count)
+    metadata.set_gguf_meta_model(writer)
+
+
+def _copy_general(writer: Any, store: gguf.GgufStore) -> None:
+    from gguf import GGUFValueType
+
+    skip = ("general.architecture", "general.file_type", "general.quantization_version", "general.alignment", "general.type")
+    for name, key in store.header.keys.items():
+        if name.startswith("general.") and name not in skip:
+            writer.add_key_value(name, key.value, GGUFValueType(key.kind), sub_type=key.element and GGUFValueType(key.element))
+
+
+def exact_bytes(plan: ExportPlan, split_bytes: int) -> int:
+    """Return the size that the files will have together."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return gguf_write.file_bytes(make_writer(plan, split_bytes), plan.choices, Path(scratch))
+
+
+def write(plan: ExportPlan, output: Path, split_bytes: int, backend: Backend, done: Callable[[str], None]) -> list[Path]:
+    """Write the files and return their paths, verified."""
+    choices = {choice.name: choice for choice in plan.choices}
+
+    def data(name: str) -> Iterator[Any]:
+        yield from encode(plan, choices[name], backend)
+
+    paths = gguf_write.write_files(make_writer(plan, split_bytes), output, data, done)
+    _verify(paths, plan)
+    return paths
+
+
+def encode(plan: ExportPlan, choice: Choice, backend: Backend) -> Iterator[Any]:
+    """Yield a tensor's bytes, a run of rows at a time."""
+    tensor, codec = plan.tensors[choice.name], CODECS[choice.type]
+    encoder = backend.op(choice.type, codec.encode)
+    entry = plan.importance.entries.get(choice.name) if plan.importance and codec.weighted else None
+    matrix = 0
+    for part in slices(tensor, plan.source.store.read):
+        for rows in part.reshape(-1, *part.shape[-2:]) if part.dim() > 1 else part.reshape(1, 1, -1):
+            weight = entry.weights(matrix) if entry is not None and entry.fits(choice.shape) else None
+            step = max(1, CHUNK // max(rows.shape[1], 1))
+            for start in range(0, rows.shape[0], step):
+                piece = rows[start : start + step].to(torch.float32).contiguous()
+                encoded = encoder(piece, weight)
+                _require_held(piece, encoded, choice, tensor, start)
+                yield encoded.numpy().data
+            matrix += 1
+
+
+def _require_held(piece: Tensor, encoded: Tensor, choice: Choice, tensor: GgufTensor, start: int) -> None:
+    """Raise a SourceError if the source holds NaN, or a value or a block's scale is too large for the type."""
+    source = tensor.sources[0] if tensor.sources else choice.name
+    if not torch.isfinite(piece.sum()):
+        require_finite(source, piece)
+    if choice.type in ("F32", "BF16") or float(piece.abs().amax()) <= (HALF_MAX if choice.type == "F16" else SAFE):
+        return
+    bad = ~torch.isfinite(CODECS[choice.type].decode(encoded))
+    if count := int(bad.sum()):
+        row, column = (int(i) for i in bad.nonzero()[0])
+        raise SourceError(
+            f"'{source}' has {count} values that {choice.type} cannot hold, the first at ({start + row}, {column}). "
+            f"Keep it wider: --tensor-type '{choice.name}=BF16'."
+        )
+
+
+def _verify(paths: list[Path], plan: ExportPlan) -> None:
+    """Reopen the files and compare names, shapes and types with the plan."""
+    held = [entry for path in paths for entry in read_header(path).tensors.values()]
+    have = [(entry.name, entry.shape, entry.type_id) for entry in held]
+    want = [(choice.name, choice.shape, TYPE_IDS[choice.type]) for choice in plan.choices]
+    if have != want:
+        wrong = [name for name, *_ in set(want) ^ set(have)]
+        raise VerifyError(f"{paths[0]}: the file does not hold what was planned: {name_list(sorted(set(wrong)))}.")

@@ -1,0 +1,84 @@
+"""GGUF files written in one pass: all tensor infos first, then the data in order, block by block as it is made.
+
+The gguf package packs keys and tensor infos and decides where a file is split; the data is streamed by us. Files are
+written into a folder beside the output and renamed into place when they are whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from quantkit.errors import OutputError
+from quantkit.formats._gguf import ALIGNMENT
+from quantkit.formats._safetensors import sync
+from quantkit.mixture import Choice
+
+
+def make_writer(arch: str, choices: list[Choice], type_ids: dict[str, int], split_bytes: int = 0) -> Any:
+    """Return the gguf package's writer with the infos of these tensors; no file is opened yet."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    writer = GGUFWriter(None, arch, split_max_size=split_bytes)
+    for choice in choices:
+        kind = GGMLQuantizationType(type_ids[choice.type])
+        writer.add_tensor_info(choice.name, choice.shape, np.dtype(np.float32), choice.nbytes, raw_dtype=kind)
+    return writer
+
+
+def check_output(output: Path, source: Path | None, force: bool) -> None:
+    """Refuse an output that is the source, exists already, or has no folder."""
+    if source is not None and output.exists() and output.samefile(source):
+        raise OutputError(f"{output} is the source itself. Choose another --output.")
+    if output.exists() and not force:
+        raise OutputError(f"{output} exists already. Choose another --output, or replace it with --force.")
+    if not output.resolve().parent.is_dir():
+        raise OutputError(f"{output.resolve().parent} is no folder. Create it first.")
+
+
+def write_files(writer: Any, output: Path, data: Callable[[str], Iterator[Any]], done: Callable[[str], None]) -> list[Path]:
+    """Write the file, or the files of a split, and return their paths; data(name) yields a tensor's bytes in pieces."""
+    folder = output.resolve().with_name(output.name + ".partial")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        _write_headers(writer, folder / output.name)
+        for file, tensors in zip(writer.fout, writer.tensors, strict=True):
+            _pad(file)
+            for name, info in tensors.items():
+                start = file.tell()
+                for piece in data(name):
+                    file.write(piece)
+                assert file.tell() - start == info.nbytes, name
+                _pad(file)
+                done(name)
+            sync(file)
+        writer.close()
+        paths = [output.resolve().parent / path.name for path in sorted(folder.iterdir())]
+        for path in paths:
+            (folder / path.name).replace(path)
+        return paths
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_headers(writer: Any, path: Path) -> None:
+    writer.write_header_to_file(path=path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+
+
+def _pad(file: BinaryIO) -> None:
+    file.write(bytes(-file.tell() % ALIGNMENT))
+
+
+def file_bytes(writer: Any, choices: list[Choice], scratch: Path) -> int:
+    """Return the exact size of all files together, having written their headers into the folder `scratch`."""
+    _write_headers(writer, scratch / "header.gguf")
+    sizes = [-(-os.fstat(file.fileno()).st_size // ALIGNMENT) * ALIGNMENT for file in writer.fout]
+    writer.close()
+    return sum(sizes) + sum(-(-choice.nbytes // ALIGNMENT) * ALIGNMENT for choice in choices)
