@@ -44,6 +44,13 @@ def watch_blocks(loader: Loader, recording: Recording) -> Iterator[tuple[int, di
             energy = Energy(torch.zeros(1, group.width), torch.zeros(1))
             found |= dict.fromkeys(group.names, energy)
             handles.append(view.module.get_submodule(group.names[0]).register_forward_pre_hook(partial(_see, energy)))
+        for name, module in view.module.named_modules():
+            if is_expert_stack(module):
+                experts, width = module.down_proj.shape[0], module.down_proj.shape[2]
+                inner = Energy(torch.zeros(experts, width), torch.zeros(experts))
+                outer = Energy(torch.zeros(experts, module.gate_up_proj.shape[2]), torch.zeros(experts))
+                found |= {f"{name}.gate_up_proj": outer, f"{name}.down_proj": inner}
+                handles.append(module.register_forward_pre_hook(partial(_see_experts, outer, inner)))
         try:
             for batch, state in enumerate(recording.states):
                 state.copy_(view.replay(view.module, state, batch))
@@ -56,3 +63,20 @@ def watch_blocks(loader: Loader, recording: Recording) -> Iterator[tuple[int, di
 
 def _see(energy: Energy, module: nn.Module, args: tuple[Any, ...]) -> None:
     energy.add(args[0])
+
+
+def is_expert_stack(module: Any) -> bool:
+    """Tell whether a module is transformers' stack of gated experts: [experts, 2 * width, in] and [experts, out, width]."""
+    stacks = (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None))
+    return hasattr(module, "act_fn") and all(isinstance(stack, nn.Parameter) and stack.dim() == 3 for stack in stacks)
+
+
+def _see_experts(outer: Energy, inner: Energy, module: Any, args: tuple[Any, ...]) -> None:
+    """Add each expert's tokens, and what its gate and up make of them; args: hidden [tokens, in], experts [tokens, k], ..."""
+    hidden, chosen = args[0].reshape(-1, args[0].shape[-1]), args[1].reshape(-1, args[1].shape[-1])
+    for expert in range(len(outer.counts)):
+        rows = hidden[(chosen == expert).any(1)]
+        if len(rows):
+            outer.add(rows, expert)
+            gate, up = nn.functional.linear(rows, module.gate_up_proj[expert]).chunk(2, dim=-1)
+            inner.add(module.act_fn(gate) * up, expert)

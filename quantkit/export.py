@@ -150,7 +150,7 @@ def make_writer(plan: ExportPlan, split_bytes: int) -> Any:
     if isinstance(plan.source.store, gguf.GgufStore):
         gguf_vocab.copy_vocabulary(writer, plan.source.store.header)
     elif plan.vocabulary is not None:
-        for notice in gguf_vocab.add_vocabulary(writer, plan.vocabulary, plan.source.folder, plan.family.no_prefix_space):
+        for notice in gguf_vocab.add_vocabulary(writer, plan.vocabulary, plan.source.folder, plan.family):
             if notice not in plan.notices:
                 plan.notices.append(notice)
     return writer

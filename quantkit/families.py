@@ -52,7 +52,7 @@ class GgufFamily:
 
 
 FUSED = (("attn_norm",), ("attn_qkv",), ("attn_output",), ("ffn_norm",), ("ffn_up",), ("ffn_down",))
-GEMMA = GgufFamily("gemma2").needs + (("post_attention_norm",), ("post_ffw_norm",))
+GEMMA = (*GgufFamily("gemma2").needs, ("post_attention_norm",), ("post_ffw_norm",))
 GGUF_FAMILIES = {
     "llama": GgufFamily("llama", permuted=True),
     "mistral": GgufFamily("llama", permuted=True),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import PlanError, SourceError, UsageError, name_list
 from quantkit.families import family
+from quantkit.formats._experts import EXPERT, PARTS
 from quantkit.formats._packed import PackedStore
 from quantkit.formats._safetensors import DTYPES, TensorInfo, tensor_bytes
 from quantkit.formats.store import TensorStore
@@ -60,18 +61,24 @@ def build_skeleton(config: Any, trust_remote_code: bool = False) -> nn.Module:
 class NameMap:
     """Source names and model names, both ways.
 
-    to_model and to_source hold one-to-one pairs; `unused` are source tensors that the model class has no place for
-    (carried through); `tied` maps a parameter without a tensor of its own to the one it shares.
+    to_model and to_source hold one-to-one pairs; `stacks` maps a parameter that holds all experts of a layer to their
+    tensors, part by part; `unused` are source tensors that the model class has no place for (carried through); `tied`
+    maps a parameter without a tensor of its own to the one it shares.
     """
 
     def __init__(self, model: nn.Module, store: TensorStore) -> None:
         wanted = dict(model.state_dict(keep_vars=True))
         self.to_model: dict[str, str] = {}
         self.unused: list[str] = []
+        self.stacks: dict[str, dict[str, dict[int, str]]] = {}
         rename = _renamer(model, wanted)
         for source in store.names():
-            target = rename(source)
-            if target in wanted and target not in self.to_model.values():
+            target, merged = rename(source)
+            if merged:
+                match = EXPERT.fullmatch(source)
+                assert match is not None
+                self.stacks.setdefault(target, {}).setdefault(PARTS[match["part"]], {})[int(match["index"])] = source
+            elif target in wanted and target not in self.to_model.values():
                 self.to_model[source] = target
             else:
                 self.unused.append(source)
@@ -88,7 +95,7 @@ class NameMap:
 
     def _check(self, model: nn.Module, wanted: dict[str, Tensor], store: TensorStore) -> None:
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        lacking = [n for n in wanted if n in parameters and n not in self.to_source and n not in self.tied]
+        lacking = [n for n in wanted if n in parameters and n not in self.to_source and n not in self.tied and n not in self.stacks]
         if lacking:
             raise SourceError(
                 f"The checkpoint lacks {len(lacking)} tensors of {type(model).__name__}: {name_list(lacking)}. "
@@ -103,6 +110,13 @@ class NameMap:
                 raise SourceError(
                     f"'{source}' has shape {list(have)}, but config.json makes it {list(want)}. "
                     "Its sizes (hidden_size, heads, head_dim, ...) are not those of these weights."
+                )
+
+        for target, parts in self.stacks.items():
+            count = wanted[target].shape[0]
+            if any(sorted(members) != list(range(count)) for members in parts.values()):
+                raise SourceError(
+                    f"'{target}' needs {count} experts, but the checkpoint holds {[len(m) for m in parts.values()]} of its parts."
                 )
 
     def source_module(self, module: str) -> str:
@@ -123,16 +137,17 @@ def _renamer(model: Any, wanted: dict[str, Tensor]) -> Any:
     converters = [item for item in mapping if isinstance(item, WeightConverter)]
     prefix = model.base_model_prefix
 
-    def rename(source: str) -> str:
+    def rename(source: str) -> tuple[str, bool]:
+        """Return the model's name, and whether the tensor is one expert of a stack."""
         if source in wanted:
-            return source
+            return source, False
         target, converted = rename_source_key(source, renamings, converters, prefix, wanted)
-        if converted is not None:
+        if converted is not None and (target not in wanted or not EXPERT.fullmatch(source)):
             raise PlanError(
-                f"'{source}' is merged with others when transformers loads it (experts or fused projections); "
-                f"quantkit does not quantize {type(model).__name__} yet."
+                f"'{source}' is merged with others when transformers loads it, in a way that quantkit does not know; "
+                f"it cannot load {type(model).__name__} yet."
             )
-        return str(target)
+        return str(target), converted is not None
 
     return rename
 
@@ -205,10 +220,10 @@ class Loader:
 
         for name in names:
             owner = self.names.tied.get(name, name)
-            if owner not in self.names.to_source:
+            if owner not in self.names.to_source and owner not in self.names.stacks:
                 continue
             if self.model.get_parameter_or_buffer(owner).is_meta:
-                value = self.read(self.names.to_source[owner])
+                value = self._read_stack(owner) if owner in self.names.stacks else self.read(self.names.to_source[owner])
                 set_module_tensor_to_device(self.model, owner, self.device, value=value, dtype=value.dtype)
             if owner != name:
                 module, _, key = name.rpartition(".")
@@ -225,6 +240,14 @@ class Loader:
         if not torch.isfinite(value.sum()):
             require_finite(source_name, value)
         return value
+
+    def _read_stack(self, name: str) -> Tensor:
+        """Return all experts of a layer, float32 [experts, out, in]; gate's rows above up's where they are fused."""
+        parts = [self.names.stacks[name][part] for part in ("gate", "up", "down") if part in self.names.stacks[name]]
+        stacked = torch.empty(self.model.get_parameter(name).shape)
+        for index in range(len(stacked)):
+            torch.cat([self.read(members[index]) for members in parts], out=stacked[index])
+        return stacked
 
     def info(self, source_name: str) -> TensorInfo:
         """Return dtype code and shape of a source tensor, the shape as the model's module has it."""
@@ -254,6 +277,12 @@ class Loader:
         """Return the model names of a block's tensors."""
         prefix = self.block_name(index)
         return [f"{prefix}.{key}" for key in self.blocks[index].state_dict()]
+
+    def sources_of(self, module: str) -> list[str]:
+        """Return the source tensors of a linear's weight, or of a stack of experts."""
+        if module in self.names.stacks:
+            return [source for members in self.names.stacks[module].values() for source in members.values()]
+        return [self.names.to_source[module if module in self.names.to_source else f"{module}.weight"]]
 
     def linears(self, index: int) -> dict[str, nn.Module]:
         """Return a block's linear layers by their name inside the block."""

@@ -68,6 +68,8 @@ def make_plan(loader: Loader, method: str, options: Any, form: Any, dtype: str, 
     def choose(row: PlanRow) -> PlanRow:
         return _choose(row, loader, options, overrides, form, scale_dtype)
 
+    if loader.names.stacks:
+        raise PlanError(f"quantkit does not quantize the experts of {type(loader.model).__name__} yet; export-gguf does.")
     rows = [choose(row) for index in range(len(loader.blocks)) for row in _block_rows(loader, index, method, form)]
     if not any(row.method != "keep" for row in rows):
         reasons = sorted({row.reason for row in rows})

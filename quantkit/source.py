@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import SourceError, UsageError, name_list
-from quantkit.formats import compressed_tensors, gguf, gptq
+from quantkit.formats import compressed_tensors, gguf, gguf_tokenizer, gptq
 from quantkit.formats.store import TensorStore, open_folder, read_json
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -70,13 +70,17 @@ class Source:
 
     def _load_tokenizer(self) -> Any:
         if isinstance(self.store, gguf.GgufStore):
-            return gguf.load_tokenizer(self.store.path, **self.store.vocabulary)
+            return gguf_tokenizer.load_tokenizer(self.store.header)
         from transformers import AutoTokenizer
 
         try:
             return AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SourceError(f"{self.folder} has no usable tokenizer ({str(error).splitlines()[0]}).") from None
+        except Exception as error:
+            if type(error) is not Exception:  # the tokenizers library raises nothing finer for a tokenizer.json it cannot parse
+                raise
+            raise SourceError(f"{self.folder / 'tokenizer.json'} cannot be read ({error}).") from None
 
     def side_files(self) -> list[Path]:
         """Return every file of the folder that is no weight, relative to it: what an output carries over."""

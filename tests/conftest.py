@@ -40,20 +40,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", {**OPT, "ffn_dim": 128, "word_embed_proj_dim": 64}),
     "starcoder2": ("Starcoder2", {**SMALL, "sliding_window": 16}),
 }
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True},
+    ),
+}
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """Return a tokenizer.json of bytes: three special tokens, then one token per byte, then padding words."""
+    """Return a tokenizer.json of bytes: three special tokens, one token per byte, and one merge of two of them."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {symbol: 3 + i for i, symbol in enumerate(sorted(ByteLevel.alphabet()))}
+    vocab["qu"] = len(vocab)
     special = [
         {"id": i, "content": c, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         for c, i in list(vocab.items())[:3]
     ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    model = {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": None, "fuse_unk": False, "byte_fallback": False}
+    model = {"type": "BPE", "vocab": vocab, "merges": [["q", "u"]], "unk_token": None, "fuse_unk": False, "byte_fallback": False}
     model |= {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "ignore_merges": False}
     return {
         "version": "1.0",
@@ -79,7 +87,7 @@ def make_model(folder: Path, family: str = "llama", dtype: torch.dtype = torch.f
     """Write a tiny random model of a family into a folder, with a tokenizer, and return the folder."""
     import transformers
 
-    prefix, settings = FAMILIES[family]
+    prefix, settings = {**FAMILIES, **EXPERTS}[family]
     config = getattr(transformers, f"{prefix}Config")(**{**settings, **changes})
     name = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}.get(prefix, f"{prefix}ForCausalLM")
     torch.manual_seed(seed)

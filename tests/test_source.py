@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.errors import SourceError
 from quantkit.formats._safetensors import read_header, read_tensor
-from quantkit.formats.gguf import set_pre_tokenizer
+from quantkit.formats.gguf_tokenizer import set_pre_tokenizer
 from quantkit.loader import Loader
 from quantkit.source import resolve
 

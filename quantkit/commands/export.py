@@ -13,12 +13,12 @@ import torch
 
 from quantkit import corpus, export, importance, memory
 from quantkit.backends import Backend
+from quantkit.calibrate import record
 from quantkit.codecs import GGML_TYPES
 from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import DataOptions, ExportOptions, ImatrixOptions
-from quantkit.calibrate import record
-from quantkit.errors import PlanError, StrictError, UsageError, name_list
 from quantkit.energy import watch_blocks
+from quantkit.errors import PlanError, StrictError, UsageError, name_list
 from quantkit.export import ExportPlan
 from quantkit.formats import gguf, gguf_write
 from quantkit.importance import Entry, Importance
@@ -66,7 +66,7 @@ def _wishes(asked: ExportOptions) -> Wishes:
     for flag, kind in kinds.items():
         if kind and kind not in GGML_TYPES:
             raise UsageError(f"{flag} '{kind}' cannot be. Known: {', '.join(GGML_TYPES)}.")
-    return Wishes(parse_tensor_types(asked.tensor_type), *kinds.values(), asked.pure, bool(asked.imatrix))
+    return Wishes(parse_tensor_types(asked.tensor_type), kinds["--output-type"], kinds["--embedding-type"], asked.pure, bool(asked.imatrix))
 
 
 def _packed(source: Source) -> str:
@@ -179,8 +179,7 @@ def compute(source: Source, asked: DataOptions, device: str, batch: int, eye: Ey
     for index, found in watch_blocks(loader, recording):
         eye.count(index + 1, len(loader.blocks))
         for module, energy in found.items():
-            weight = loader.names.to_source[f"{loader.block_name(index)}.{module}.weight"]
-            for name in names[weight]:
+            for name in sorted({name for weight in loader.sources_of(f"{loader.block_name(index)}.{module}") for name in names[weight]}):
                 entries[name] = Entry(energy.sums, energy.counts)
     origin = asked.calibration if "/" not in asked.calibration else Path(asked.calibration).name
     return Importance(entries, length, len(tokens.rows), [origin], "computed")

@@ -14,12 +14,12 @@ import psutil
 import torch
 import transformers
 
-from quantkit import __version__, artifact, corpus, memory, perplexity, selfwritten
+from quantkit import __version__, artifact, corpus, memory, perplexity
 from quantkit.backends import Backend
 from quantkit.calibrate import SCHEDULES, record
 from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import RunOptions
-from quantkit.errors import PlanError, StrictError, UsageError, name_list
+from quantkit.errors import PlanError, StrictError, name_list
 from quantkit.formats import FORMATS
 from quantkit.journal import Journal
 from quantkit.loader import Loader, pick_device

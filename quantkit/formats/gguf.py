@@ -1,8 +1,7 @@
-"""GGUF files as a source: tensors under their Hugging Face names, and the tokenizer the file describes.
+"""GGUF files as a source: tensors under their Hugging Face names, and the configuration.
 
-Configuration and vocabulary are transformers'; what is ours is the header (`_gguf.py`), the decoders of the types that
-quantkit writes, and the pre-tokenizer, which transformers rebuilds for only a few models. An unknown
-`tokenizer.ggml.pre` is an error: a wrong split of digits costs perplexity without a word.
+The mapping of settings and names is transformers'; what is ours is the header (`_gguf.py`) and the decoders of the
+types that quantkit writes. Settings that transformers' mapping leaves at their defaults are set from the file.
 """
 
 from __future__ import annotations
@@ -22,13 +21,8 @@ from quantkit.formats._gguf import Header, read_header
 from quantkit.formats._safetensors import TensorInfo
 
 CODEC_OF = {CODECS[name].type_id: name for name in GGML_TYPES}
+SETTINGS = {"head_dim": "attention.key_length", "n_positions": "context_length", "max_position_embeddings": "context_length"}
 LONG = 4096  # keys with more elements are a vocabulary's
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {"llama-bpe": WORDS + r"\p{N}{1,3}" + TAIL, "qwen2": WORDS + r"\p{N}" + TAIL}
-SPLITS |= {"llama3": SPLITS["llama-bpe"], "llama-v3": SPLITS["llama-bpe"], "deepseek-r1-qwen": SPLITS["qwen2"]}
-SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
-BYTE_LEVEL = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone")
 
 
 class GgufStore:
@@ -44,7 +38,6 @@ class GgufStore:
         architecture = str(header.get("general.architecture", ""))
         self.processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
         names = _model_names(path, architecture, model, self.processor, set(header.tensors))
-        self.vocabulary = {key: str(header.get(f"tokenizer.ggml.{key}", "")) for key in ("model", "pre")}
         self.tensors: dict[str, str] = {}
         self.infos: dict[str, TensorInfo] = {}
         for tensor in header.tensors:
@@ -127,7 +120,10 @@ def load_config(path: Path) -> Any:
             raise SourceError(f"{path}: transformers cannot read this architecture ({error}).") from None
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    text = config.get_text_config()
+    text, arch = config.get_text_config(), header.get("general.architecture")
+    for attribute, suffix in SETTINGS.items():
+        if (value := header.get(f"{arch}.{suffix}")) is not None and hasattr(text, attribute):
+            setattr(text, attribute, value)
     if (embedding := header.tensors.get("token_embd.weight")) is not None:
         text.vocab_size = embedding.shape[0]
     if "output.weight" in header.tensors:
@@ -152,34 +148,3 @@ def _write_sketch(header: Header, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def load_tokenizer(path: Path, model: str, pre: str) -> Any:
-    """Return the tokenizer of a GGUF file; model, pre: its `tokenizer.ggml.model` and `tokenizer.ggml.pre`."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    if model == "gpt2":
-        set_pre_tokenizer(tokenizer.backend_tokenizer, pre or "gpt-2", path)
-    return tokenizer
-
-
-def set_pre_tokenizer(backend: Any, pre: str, path: Path) -> None:
-    """Give a tokenizers.Tokenizer the pre-tokenizer of llama.cpp's name `pre`; unknown names are a SourceError."""
-    from tokenizers import Regex, pre_tokenizers
-
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in SPLITS)
-    if pre in SPLITS:
-        split = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    elif pre in SINGLE_DIGITS:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    elif pre in BYTE_LEVEL:
-        backend.pre_tokenizer = byte_level
-    else:
-        known = ", ".join(sorted([*SPLITS, *SINGLE_DIGITS, *BYTE_LEVEL]))
-        raise SourceError(
-            f"{path} uses the pre-tokenizer '{pre}', which quantkit does not know, and guessing would change the "
-            f"tokens. Start from the original checkpoint instead. Known: {known}."
-        )

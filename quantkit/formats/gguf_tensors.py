@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import PlanError, SourceError, name_list
+from quantkit.errors import SourceError, name_list
 from quantkit.families import GgufFamily
+from quantkit.formats._experts import EXPERT, PARTS, STACK
 from quantkit.formats.gguf_keys import Settings
 from quantkit.formats.store import TensorStore
 
 BUFFERS = re.compile(r"\.(attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias|rotary_emb\.inv_freq)$")
 OTHER_TOWERS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|vision_model|audio_tower|embed_vision|visual)\.")
-EXPERT = re.compile(r"(?P<prefix>.*\.(?:experts))\.(?P<index>\d+)\.(?P<part>w1|w2|w3|gate_proj|down_proj|up_proj)\.weight")
-STACK = re.compile(r".*\.experts\.(?P<part>gate_up_proj|down_proj|gate_proj|up_proj)(\.weight)?")
-EXPERT_PARTS = {"w1": "gate", "gate_proj": "gate", "w2": "down", "down_proj": "down", "w3": "up", "up_proj": "up"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def map_tensors(store: TensorStore, settings: Settings, family: GgufFamily, extr
             found.dropped.append(source)
         elif match := EXPERT.fullmatch(name):
             block = _block_of(name)
-            stacks.setdefault(f"blk.{block}.ffn_{EXPERT_PARTS[match['part']]}_exps.weight", {})[int(match["index"])] = source
+            stacks.setdefault(f"blk.{block}.ffn_{PARTS[match['part']]}_exps.weight", {})[int(match["index"])] = source
         elif match := STACK.fullmatch(name):
             _add_stack(found, source, match["part"], _block_of(name), store.info(source).shape)
         elif (target := table.get_name(name, try_suffixes=(".weight", ".bias"))) is None:
@@ -87,9 +85,7 @@ def _block_of(name: str) -> int:
     return next(int(part) for part in name.split(".") if part.isdecimal())
 
 
-def _add(
-    found: Mapping, target: str, source: str, name: str, shape: tuple[int, ...], settings: Settings, family: GgufFamily
-) -> None:
+def _add(found: Mapping, target: str, source: str, name: str, shape: tuple[int, ...], settings: Settings, family: GgufFamily) -> None:
     transposed = name.endswith(family.transposed) if family.transposed else False
     tensor = GgufTensor(target, shape[::-1] if transposed else shape, (source,), transposed=transposed)
     if family.permuted and re.search(r"\.(q|k)_proj\.(weight|bias)$", name):
@@ -108,7 +104,7 @@ def _add_stack(found: Mapping, source: str, part: str, block: int, shape: tuple[
             target = f"blk.{block}.ffn_{kind}_exps.weight"
             found.tensors[target] = GgufTensor(target, (count, rows // 2, columns), (source,), half=half)
         return
-    target = f"blk.{block}.ffn_{EXPERT_PARTS[part]}_exps.weight"
+    target = f"blk.{block}.ffn_{PARTS[part]}_exps.weight"
     found.tensors[target] = GgufTensor(target, shape, (source,))
 
 
@@ -137,17 +133,18 @@ def _settle_head(found: Mapping, settings: Settings, store: TensorStore) -> None
 
 
 def _check(found: Mapping, settings: Settings, family: GgufFamily) -> None:
-    groups = [((name,), (f"{name}.weight",)) for name in ("token_embd", "output_norm")]
-    groups += [(need, tuple(f"blk.{i}.{name}.weight" for name in need)) for i in range(settings.layers) for need in family.needs]
-    lacking = [names[0] for _, names in groups if not any(name in found.tensors for name in names)]
+    groups: list[tuple[str, ...]] = [("token_embd.weight",), ("output_norm.weight",)]
+    groups += [tuple(f"blk.{i}.{name}.weight" for name in need) for i in range(settings.layers) for need in family.needs]
+    lacking = [names[0] for names in groups if not any(name in found.tensors for name in names)]
     if lacking:
         raise SourceError(
             f"The checkpoint lacks {len(lacking)} tensors of a {family.arch} model: {name_list(lacking)}. "
             f"It holds, without a place for them: {name_list(found.unknown) or 'nothing else'}."
         )
-    beyond = [name for name in found.tensors if (match := re.match(r"blk\.(\d+)\.", name)) and int(match[1]) >= settings.layers]
+    layer = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+    beyond = [name for name in found.unknown if (match := layer.search("." + name)) and int(match[1]) >= settings.layers]
     if beyond:
-        raise SourceError(f"config.json says {settings.layers} layers, but there is {name_list(beyond)}.")
+        raise SourceError(f"config.json says {settings.layers} layers, but the checkpoint has more: {name_list(beyond, 2)}.")
     width = settings.head_dim
     for name, rows in (("attn_q", settings.heads * width), ("attn_k", settings.kv_heads * width)):
         tensor = found.tensors.get(f"blk.0.{name}.weight")

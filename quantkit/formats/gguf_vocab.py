@@ -16,13 +16,13 @@ from typing import Any
 
 from quantkit.corpus import bos_prefix
 from quantkit.errors import PlanError, SourceError
+from quantkit.families import GgufFamily
 from quantkit.formats import _sentencepiece as sp
 from quantkit.formats._gguf import Header
-from quantkit.formats.gguf import BYTE_LEVEL, SINGLE_DIGITS, SPLITS
+from quantkit.formats.gguf_tokenizer import BYTE_LEVEL, SINGLE_DIGITS, SPLITS
 
 LOOKS_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 ADDED_SCORE = -1000.0
-MAX_BYTE_TOKENS = 256
 
 
 @dataclass
@@ -73,6 +73,11 @@ def _from_pieces(folder: Path, size: int) -> Vocabulary:
     for i, entry in (_read(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}).items():
         special = entry.get("special") or _looks_special(entry["content"])
         _set_added(vocabulary, int(i), entry["content"], sp.CONTROL if special else sp.USER_DEFINED)
+    for entry in _read(folder / "tokenizer.json").get("added_tokens") or []:  # where transformers 5 keeps the added ones
+        i, text = int(entry["id"]), entry["content"]
+        if i >= size or vocabulary.tokens[i] not in (text.encode(), text.replace("▁", " ").encode()):
+            special = entry.get("special") or _looks_special(text)
+            _set_added(vocabulary, i, text, sp.CONTROL if special else sp.USER_DEFINED)
     if len(pieces) > size:
         vocabulary.notices.append(f"tokenizer.model has {len(pieces)} pieces, the model {size} rows: the rest is left out")
     return vocabulary
@@ -102,7 +107,11 @@ def _from_fallback(tokenizer: Any, described: dict[str, Any], size: int) -> Voca
     for text, i in described["model"]["vocab"].items():
         byte = len(text) == 6 and text.startswith("<0x") and text.endswith(">")
         kind = sp.BYTE if byte else sp.UNKNOWN if text == unknown else sp.NORMAL
-        vocabulary.tokens[i], vocabulary.kinds[i], vocabulary.scores[i] = text.encode(), kind, -float(ranks.get(text, 0 if byte else len(ranks)))
+        vocabulary.tokens[i], vocabulary.kinds[i], vocabulary.scores[i] = (
+            text.encode(),
+            kind,
+            -float(ranks.get(text, 0 if byte else len(ranks))),
+        )
     for i, token in tokenizer.added_tokens_decoder.items():
         if vocabulary.kinds[i] != sp.UNKNOWN:
             special = token.special or _looks_special(token.content)
@@ -112,11 +121,13 @@ def _from_fallback(tokenizer: Any, described: dict[str, Any], size: int) -> Voca
 
 
 def _from_bytes(tokenizer: Any, described: dict[str, Any], size: int, pre: str) -> Vocabulary:
-    if not described["model"].get("merges") and len(described["model"]["vocab"]) > MAX_BYTE_TOKENS + len(tokenizer.added_tokens_decoder):
-        raise SourceError("tokenizer.json has more tokens than bytes but no merges: they were lost when it was saved.")
+    if not described["model"].get("merges"):
+        raise SourceError("tokenizer.json has no merges, without which llama.cpp loads nothing: they were lost when it was saved.")
     by_id = {i: token for token, i in tokenizer.get_vocab().items()}
     if by_id and max(by_id) >= size:
-        raise SourceError(f"The tokenizer has the id {max(by_id)}, but the model only {size} rows. Resize the embedding, or use the right tokenizer.")
+        raise SourceError(
+            f"The tokenizer has the id {max(by_id)}, but the model only {size} rows. Resize the embedding, or use the right tokenizer."
+        )
     vocabulary, added = Vocabulary("gpt2", pre), tokenizer.added_tokens_decoder
     for i in range(size):
         token, kind = by_id.get(i, f"[PAD{i}]"), sp.NORMAL if i in by_id else sp.UNUSED
@@ -171,7 +182,7 @@ def _read(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def add_vocabulary(writer: Any, vocabulary: Vocabulary, folder: Path, no_prefix_space: bool) -> list[str]:
+def add_vocabulary(writer: Any, vocabulary: Vocabulary, folder: Path, family: GgufFamily) -> list[str]:
     """Add the vocabulary's keys; return notices."""
     from gguf import SpecialVocab
 
@@ -189,16 +200,16 @@ def add_vocabulary(writer: Any, vocabulary: Vocabulary, folder: Path, no_prefix_
     special.add_to_gguf(writer, quiet=True)
     _add_templates(writer, _chat_template(folder, notices))
     prefix = _read(folder / "tokenizer_config.json").get("add_prefix_space")
-    if no_prefix_space and vocabulary.model == "llama":
+    if family.no_prefix_space and vocabulary.model == "llama":
         writer.add_add_space_prefix(False)
-    elif prefix is not None:
+    elif prefix is not None and family.arch == "llama":
         writer.add_add_space_prefix(bool(prefix))
     return notices
 
 
 def _add_ends(special: Any, folder: Path, size: int) -> list[str]:
     """Give the further ids that end a text a place: end of turn, then end of message."""
-    ids: list[int] = []
+    ids: list[Any] = []
     for name in ("generation_config.json", "config.json"):
         given = _read(folder / name).get("eos_token_id")
         ids += given if isinstance(given, list) else [given]
@@ -206,7 +217,7 @@ def _add_ends(special: Any, folder: Path, size: int) -> list[str]:
     wanted = [i for i in dict.fromkeys(ids) if isinstance(i, int) and 0 <= i < size]
     notices = [f"eos_token_id {i} is no token: ignored" for i in dict.fromkeys(ids) if isinstance(i, int) and not 0 <= i < size]
     if wanted and "eos" not in known:
-        known["eos"] = wanted[0]
+        known["eos"] = int(wanted[0])
     rest = [i for i in wanted if i not in known.values()]
     for kind in ("eot", "eom"):
         if rest and kind not in known:
