@@ -258,3 +258,18 @@ def test_a_modelfile_has_the_sampling_settings(llama: Path, tmp_path: Path, run_
     edit_config(llama, "generation_config.json", temperature=0.6, top_p=0.9, do_sample=True)
     assert run_cli("export-gguf", llama, "-o", tmp_path / "m.gguf", "--type", "F16", "--modelfile", "-q")[0] == 0
     assert (tmp_path / "Modelfile").read_text() == "FROM ./m.gguf\nPARAMETER temperature 0.6\nPARAMETER top_p 0.9\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q3_K_S", "Q2_K", "Q4_0", "MXFP4_MOE"])
+def test_llama_cpp_loads_every_mixture_and_reads_our_values(kind: str, tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+    """Packed, it computes with 8-bit activations; on the same values in float32 it must agree with us."""
+    pytest.importorskip("cyllama")
+    folder = make_model(tmp_path / "m", hidden_size=768, intermediate_size=1024, num_attention_heads=12, num_key_value_heads=4)
+    assert run_cli("export-gguf", folder, "-o", tmp_path / "q.gguf", "--type", kind, "-q")[0] == 0
+    assert run_cli("to-hf", tmp_path / "q.gguf", tmp_path / "plain", "--dtype", "float32")[0] == 0
+    assert run_cli("export-gguf", tmp_path / "plain", "-o", tmp_path / "f.gguf", "--type", "F32", "-q")[0] == 0
+    ours = reference_logits(tmp_path / "plain").log_softmax(-1)
+    packed, plain = (Runtime(tmp_path / f"{name}.gguf").logits(IDS).log_softmax(-1) for name in ("q", "f"))
+    assert float((ours.exp() * (ours - plain)).sum(-1).max()) < 2e-3
+    assert float((ours.exp() * (ours - packed)).sum(-1).mean()) < 0.02
