@@ -6,9 +6,11 @@ value that its type cannot hold is an error that names it.
 
 from __future__ import annotations
 
-import tempfile
+import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,9 @@ from quantkit.loader import require_finite
 from quantkit.mixture import Choice, Facts, Policy, Wishes, choose
 from quantkit.source import Source
 
-CHUNK = 1 << 22  # elements encoded at a time
+# Elements that one thread encodes at a time: small enough for its cache and for memory that malloc keeps.
+CHUNK = 1 << 16
+RUN = 1 << 24  # elements written at a time
 HALF_MAX = 65504.0
 TYPE_IDS = {name: int(CODECS[name].type_id) for name in GGML_TYPES}
 # Below this no scale of a block comes near the largest float16, whatever the search.
@@ -177,54 +181,64 @@ def _copy_general(writer: Any, store: gguf.GgufStore) -> None:
             writer.add_key_value(name, key.value, GGUFValueType(key.kind), sub_type=key.element and GGUFValueType(key.element))
 
 
-def exact_bytes(plan: ExportPlan, split_bytes: int) -> int:
-    """Return the size that the files will have together."""
-    with tempfile.TemporaryDirectory() as scratch:
-        return gguf_write.file_bytes(make_writer(plan, split_bytes), plan.choices, Path(scratch))
-
-
-def write(plan: ExportPlan, output: Path, split_bytes: int, backend: Backend, done: Callable[[str], None]) -> list[Path]:
-    """Write the files and return their paths, verified."""
+def write(plan: ExportPlan, writer: Any, output: Path, backend: Backend, done: Callable[[str], None]) -> list[Path]:
+    """Write the files and return their paths, verified; writer: `make_writer`'s."""
     choices = {choice.name: choice for choice in plan.choices}
+    with ThreadPoolExecutor(backend.threads) as pool:
 
-    def data(name: str) -> Iterator[Any]:
-        yield from encode(plan, choices[name], backend)
+        def data(name: str) -> Iterator[Any]:
+            yield from encode(plan, choices[name], backend, pool)
 
-    paths = gguf_write.write_files(make_writer(plan, split_bytes), output, data, done)
+        paths = gguf_write.write_files(writer, output, data, done)
     _verify(paths, plan)
     return paths
 
 
-def encode(plan: ExportPlan, choice: Choice, backend: Backend) -> Iterator[Any]:
-    """Yield a tensor's bytes, a run of rows at a time."""
+def encode(plan: ExportPlan, choice: Choice, backend: Backend, pool: ThreadPoolExecutor) -> Iterator[Any]:
+    """Yield a tensor's bytes, a run of rows at a time; the pool widens, checks and encodes them in small chunks."""
     tensor, codec = plan.tensors[choice.name], CODECS[choice.type]
-    encoder = backend.op(choice.type, codec.encode)
+    encoder = Backend(backend.device, 1, backend.reference).op(choice.type, codec.encode)
+    backend.op(choice.type, codec.encode)  # for its report of kernels
     entry = plan.importance.entries.get(choice.name) if plan.importance and codec.weighted else None
     matrix = 0
     for part in slices(tensor, plan.source.store.read):
         for rows in part.reshape(-1, *part.shape[-2:]) if part.dim() > 1 else part.reshape(1, 1, -1):
             weight = entry.weights(matrix) if entry is not None and entry.fits(choice.shape) else None
-            step = max(1, CHUNK // max(rows.shape[1], 1))
-            for start in range(0, rows.shape[0], step):
-                piece = rows[start : start + step].to(torch.float32).contiguous()
-                encoded = encoder(piece, weight)
-                _require_held(piece, encoded, choice, tensor, start)
-                yield encoded.numpy().data
             matrix += 1
+            step = max(1, RUN // max(rows.shape[1], 1))
+            for start in range(0, rows.shape[0], step):
+                held = partial(_require_held, choice=choice, tensor=tensor, start=start)
+                yield _encode_run(rows[start : start + step], partial(encoder, importance=weight), codec, held, pool).numpy().data
 
 
-def _require_held(piece: Tensor, encoded: Tensor, choice: Choice, tensor: GgufTensor, start: int) -> None:
+def _encode_run(run: Tensor, encoder: Callable[..., Tensor], codec: Any, held: Callable[..., None], pool: ThreadPoolExecutor) -> Tensor:
+    """Return uint8 [rows, bytes] for a run of rows in the checkpoint's dtype; held(piece, encoded, row) looks at each chunk."""
+    columns = run.shape[1]
+    encoded = torch.empty(len(run), codec.row_bytes(columns), dtype=torch.uint8)
+    step = max(1, CHUNK // max(columns, 1))
+
+    def work(row: int) -> None:
+        piece = run[row : row + step].to(torch.float32).contiguous()
+        encoded[row : row + step] = encoder(piece)
+        held(piece, encoded[row : row + step], row)
+
+    list(pool.map(work, range(0, len(run), step)))
+    return encoded
+
+
+def _require_held(piece: Tensor, encoded: Tensor, at: int, choice: Choice, tensor: GgufTensor, start: int) -> None:
     """Raise a SourceError if the source holds NaN, or a value or a block's scale is too large for the type."""
     source = tensor.sources[0] if tensor.sources else choice.name
-    if not torch.isfinite(piece.sum()):
+    least, most = (float(value) for value in torch.aminmax(piece))
+    if not (math.isfinite(least) and math.isfinite(most)):
         require_finite(source, piece)
-    if choice.type in ("F32", "BF16") or float(piece.abs().amax()) <= (HALF_MAX if choice.type == "F16" else SAFE):
+    if choice.type in ("F32", "BF16") or max(-least, most) <= (HALF_MAX if choice.type == "F16" else SAFE):
         return
     bad = ~torch.isfinite(CODECS[choice.type].decode(encoded))
     if count := int(bad.sum()):
         row, column = (int(i) for i in bad.nonzero()[0])
         raise SourceError(
-            f"'{source}' has {count} values that {choice.type} cannot hold, the first at ({start + row}, {column}). "
+            f"'{source}' has {count} values that {choice.type} cannot hold, the first at ({start + at + row}, {column}). "
             f"Keep it wider: --tensor-type '{choice.name}=BF16'."
         )
 

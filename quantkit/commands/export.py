@@ -46,14 +46,15 @@ def export_gguf(model: str, asked: ExportOptions) -> None:
     with Eye(asked.quiet) as eye:
         matrix = _matrix(source, asked, eye)
         plan = export.make_plan(source, policy, wishes, asked.pre_tokenizer, matrix, asked.strict)
-        total = export.exact_bytes(plan, asked.split_bytes)
+        writer = export.make_writer(plan, asked.split_bytes)
+        total = gguf_write.file_bytes(writer)
         for text in plan.notices:
             eye.notice(text)
         _print_plan(eye, plan, total)
         document: dict[str, Any] = {"command": "export-gguf", "model": model, "type": policy.name, "output": str(output)}
         document |= _plan_document(plan, total)
         if not asked.dry_run:
-            document |= _write(plan, output, asked, eye)
+            document |= _write(plan, writer, output, asked, eye)
             document["seconds"] = round(time.perf_counter() - began, 2)
             document["peak_memory"] = memory.peak()
             eye.totals({"time": f"{document['seconds']:.1f} s, peak memory {mib(document['peak_memory'])}", "output": str(output)})
@@ -83,8 +84,9 @@ def _matrix(source: Source, asked: ExportOptions, eye: Eye) -> Importance | None
     return importance.load(Path(asked.imatrix)) if asked.imatrix else None
 
 
-def _write(plan: ExportPlan, output: Path, asked: ExportOptions, eye: Eye) -> dict[str, Any]:
+def _write(plan: ExportPlan, writer: Any, output: Path, asked: ExportOptions, eye: Eye) -> dict[str, Any]:
     backend = Backend(torch.device("cpu"), torch.get_num_threads(), asked.reference)
+    torch.set_num_threads(1)  # the pool's threads are the parallelism
     eye.phase(f"writing {len(plan.choices)} tensors, compiling kernels on their first use")
     done: list[str] = []
 
@@ -92,7 +94,10 @@ def _write(plan: ExportPlan, output: Path, asked: ExportOptions, eye: Eye) -> di
         done.append(name)
         eye.count(len(done), len(plan.choices))
 
-    paths = export.write(plan, output, asked.split_bytes, backend, step)
+    try:
+        paths = export.write(plan, writer, output, backend, step)
+    finally:
+        torch.set_num_threads(backend.threads)
     if asked.modelfile:
         path = output.resolve().with_name("Modelfile")
         path.write_text(modelfile(plan, paths[0].name), encoding="utf-8")

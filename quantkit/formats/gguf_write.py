@@ -6,16 +6,19 @@ written into a folder beside the output and renamed into place when they are who
 
 from __future__ import annotations
 
-import os
 import shutil
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from quantkit.errors import OutputError
-from quantkit.formats._gguf import ALIGNMENT
+from quantkit.formats._gguf import ALIGNMENT, SCALARS, STRING
 from quantkit.formats._safetensors import sync
 from quantkit.mixture import Choice
+
+PREAMBLE = 24  # magic, version, two counts
+SPLIT_KEYS = sum(8 + len(f"split.{name}") + 4 + size for name, size in (("no", 2), ("count", 2), ("tensors.count", 4)))
 
 
 def make_writer(arch: str, choices: list[Choice], type_ids: dict[str, int], split_bytes: int = 0) -> Any:
@@ -76,9 +79,31 @@ def _pad(file: BinaryIO) -> None:
     file.write(bytes(-file.tell() % ALIGNMENT))
 
 
-def file_bytes(writer: Any, choices: list[Choice], scratch: Path) -> int:
-    """Return the exact size of all files together, having written their headers into the folder `scratch`."""
-    _write_headers(writer, scratch / "header.gguf")
-    sizes = [-(-os.fstat(file.fileno()).st_size // ALIGNMENT) * ALIGNMENT for file in writer.fout]
-    writer.close()
-    return sum(sizes) + sum(-(-choice.nbytes // ALIGNMENT) * ALIGNMENT for choice in choices)
+def file_bytes(writer: Any) -> int:
+    """Return the exact size of all files together, before any is opened."""
+    total, shards = 0, len(writer.tensors)
+    for index, tensors in enumerate(writer.tensors):
+        head = PREAMBLE + sum(_key_bytes(name, key) for name, key in (writer.kv_data[0].items() if index == 0 else ()))
+        head += sum(8 + len(name.encode()) + 4 + 8 * len(info.shape) + 12 for name, info in tensors.items())
+        head += SPLIT_KEYS if shards > 1 else 0
+        total += -(-head // ALIGNMENT) * ALIGNMENT + sum(-(-info.nbytes // ALIGNMENT) * ALIGNMENT for info in tensors.values())
+    return total
+
+
+def _key_bytes(name: str, key: Any) -> int:
+    """Return the bytes of a key: name, type, value; an array has its own type and count before its elements."""
+    import gguf
+
+    head = 8 + len(name.encode()) + 4
+    if key.type != gguf.GGUFValueType.ARRAY:
+        return head + _value_bytes(key.value, int(key.type))
+    element = int(key.sub_type if key.sub_type is not None else gguf.GGUFValueType.get_type(key.value[0]))
+    if element == STRING:
+        return head + 12 + sum(_value_bytes(item, element) for item in key.value)
+    return head + 12 + len(key.value) * struct.calcsize("<" + SCALARS[element])
+
+
+def _value_bytes(value: Any, kind: int) -> int:
+    if kind == STRING:
+        return 8 + len(value.encode() if isinstance(value, str) else value)
+    return struct.calcsize("<" + SCALARS[kind])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from quantkit.backends.cpu._vector import LANES, anywhere, clip, fill, load, size, store, transpose_in, transpose_out, where
+from quantkit.backends.cpu._vector import LANES, SQUARE, anywhere, clip, fill, load, size, store, transpose, where
 
 MAGIC = np.float32(12582912.0)
 ZERO, ONE, TENTH = np.float32(0.0), np.float32(1.0), np.float32(0.1)
@@ -27,8 +27,9 @@ def load_units(source: Any, first: int, count: int, x: Any) -> None:
     """Fill x [block, LANES] with `count` units of source [units, block] from unit `first`, zeros beyond."""
     block = x.shape[0]
     if count == LANES:
-        for j in range(0, block, LANES):
-            transpose_in(source, first * block + j, block, x, j)
+        for j in range(0, block, SQUARE):
+            for i in range(0, LANES, SQUARE):
+                transpose(source, (first + i) * block + j, block, x, j * LANES + i, LANES)
         return
     for i in range(count):
         for j in range(x.shape[0]):
@@ -55,12 +56,13 @@ def load_importance(importance: Any, first: int, count: int, w: Any) -> None:
 def store_units(codes: Any, first: int, count: int, out: Any, at: int) -> None:
     """Write codes, uint8 [n, LANES], at byte `at` of each block of out [units, size] from unit `first`; 16 divides n."""
     size = out.shape[1]
-    for k in range(0, codes.shape[0], LANES):
+    for k in range(0, codes.shape[0], SQUARE):
         if count == LANES:
-            transpose_out(codes, k, out, first * size + at + k, size)
+            for i in range(0, LANES, SQUARE):
+                transpose(codes, k * LANES + i, LANES, out, (first + i) * size + at + k, size)
         else:
             for i in range(count):
-                for j in range(k, k + LANES):
+                for j in range(k, k + SQUARE):
                     out[first + i, at + j] = codes[j, i]
 
 

@@ -2,7 +2,7 @@
 
 Numba's loops over small arrays are vectorized only after a check that the arrays do not overlap, at every turn of the
 outer loop, and their sums live in memory. With a vector type the sums stay in registers and the code reads like the
-formula. Each operation is LLVM's on `<16 x float>`, rounded as one float32 operation per lane, never fused.
+formula. Each operation is LLVM's on `<32 x float>`, rounded as one float32 operation per lane, never fused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-LANES = 16
+LANES = 32  # two registers' worth where they are widest: while one sum waits for its last addition, the other goes on
+SQUARE = 16  # what is transposed at a time
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 BITS = ir.VectorType(ir.IntType(1), LANES)
 
@@ -180,58 +181,44 @@ def anywhere(typing: Any, mask: Any) -> Any:
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Return the columns of LANES vectors: at each stage, blocks of `step` beside the diagonal change places."""
+    """Return the columns of SQUARE vectors: at each stage, blocks of `step` beside the diagonal change places."""
     rows, step = list(rows), 1
-    word = ir.IntType(32)
-    while step < LANES:
-        upper = [e if not e & step else LANES + e - step for e in range(LANES)]
-        lower = [e + step if not e & step else LANES + e for e in range(LANES)]
-        for i in range(LANES):
+    order_type = ir.VectorType(ir.IntType(32), SQUARE)
+    while step < SQUARE:
+        upper = [e if not e & step else SQUARE + e - step for e in range(SQUARE)]
+        lower = [e + step if not e & step else SQUARE + e for e in range(SQUARE)]
+        for i in range(SQUARE):
             if not i & step:
                 pair = rows[i], rows[i | step]
                 for at, order in ((i, upper), (i | step, lower)):
-                    rows[at] = builder.shuffle_vector(*pair, ir.Constant(ir.VectorType(word, LANES), order))
+                    rows[at] = builder.shuffle_vector(*pair, ir.Constant(order_type, order))
         step *= 2
     return rows
 
 
-def _block(context: Any, builder: Any, kind: Any, array: Any, offset: Any, stride: Any, element: Any) -> list[Any]:
-    """Return pointers to LANES vectors that begin at `offset` elements and lie `stride` apart."""
+def _runs(context: Any, builder: Any, kind: Any, array: Any, offset: Any, stride: Any, element: Any) -> list[Any]:
+    """Return pointers to SQUARE vectors that begin at `offset` elements of an array and lie `stride` apart."""
     data = cgutils.create_struct_proxy(kind)(context, builder, value=array).data
     pointers = []
-    for i in range(LANES):
+    for i in range(SQUARE):
         place = builder.add(offset, builder.mul(stride, ir.Constant(stride.type, i)))
-        pointers.append(builder.bitcast(builder.gep(data, [place]), ir.VectorType(element, LANES).as_pointer()))
+        pointers.append(builder.bitcast(builder.gep(data, [place]), ir.VectorType(element, SQUARE).as_pointer()))
     return pointers
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def transpose_in(typing: Any, source: Any, offset: Any, stride: Any, x: Any, row: Any) -> Any:
-    """Copy LANES runs of LANES floats, `stride` apart from `offset` of a float32 array, into rows row.. of x, one run a lane."""
+def transpose(typing: Any, source: Any, offset: Any, stride: Any, target: Any, target_offset: Any, target_stride: Any) -> Any:
+    """Copy SQUARE runs of SQUARE elements, float32 or uint8, `stride` apart from `offset`, to the columns of such runs in target."""
 
     def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        source, offset, stride, x, row = args
-        start = builder.mul(row, ir.Constant(row.type, LANES))
-        runs = [builder.load(p, align=4) for p in _block(context, builder, sig.args[0], source, offset, stride, ir.FloatType())]
-        targets = _block(context, builder, sig.args[3], x, start, ir.Constant(row.type, LANES), ir.FloatType())
-        for value, pointer in zip(_transposed(builder, runs), targets, strict=True):
-            builder.store(value, pointer, align=4)
+        element = ir.FloatType() if sig.args[0].dtype == types.float32 else ir.IntType(8)
+        source, offset, stride, target, target_offset, target_stride = args
+        runs = _runs(context, builder, sig.args[0], source, offset, stride, element)
+        align = 4 if sig.args[0].dtype == types.float32 else 1
+        columns = _transposed(builder, [builder.load(pointer, align=align) for pointer in runs])
+        places = _runs(context, builder, sig.args[3], target, target_offset, target_stride, element)
+        for value, pointer in zip(columns, places, strict=True):
+            builder.store(value, pointer, align=align)
         return context.get_dummy_value()
 
-    return types.void(source, types.intp, types.intp, x, types.intp), build
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def transpose_out(typing: Any, codes: Any, row: Any, out: Any, offset: Any, stride: Any) -> Any:
-    """Copy rows row..row+LANES of codes, uint8 [n, LANES], into out: lane i's bytes at offset + i * stride."""
-
-    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        codes, row, out, offset, stride = args
-        start = builder.mul(row, ir.Constant(row.type, LANES))
-        lanes = _block(context, builder, sig.args[0], codes, start, ir.Constant(row.type, LANES), ir.IntType(8))
-        columns = _transposed(builder, [builder.load(p, align=1) for p in lanes])
-        for value, pointer in zip(columns, _block(context, builder, sig.args[2], out, offset, stride, ir.IntType(8)), strict=True):
-            builder.store(value, pointer, align=1)
-        return context.get_dummy_value()
-
-    return types.void(codes, types.intp, out, types.intp, types.intp), build
+    return types.void(source, types.intp, types.intp, target, types.intp, types.intp), build
