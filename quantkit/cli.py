@@ -33,6 +33,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 Model = Annotated[str, typer.Argument(help="Folder, hub id, .gguf file or built-in name (smollm2-135m).", show_default=False)]
+Models = Annotated[
+    list[str], typer.Argument(metavar="MODEL...", help="Folders, hub ids, .gguf files or built-in names.", show_default=False)
+]
 NEGATIVE = {"sym": "--asym"}
 
 
@@ -140,11 +143,11 @@ def imatrix(model: Model, asked: ImatrixOptions) -> None:
 
 @app.command("eval-ppl")
 @flags(EvalOptions)
-def eval_ppl(model: Model, asked: EvalOptions) -> None:
-    """Measure perplexity over non-overlapping windows, streaming block by block."""
+def eval_ppl(models: Models, asked: EvalOptions) -> None:
+    """Measure perplexity and divergence from a reference, streaming block by block; gates for CI."""
     from quantkit.commands import evaluate
 
-    evaluate.eval_ppl(model, asked)
+    evaluate.eval_ppl(models, asked)
 
 
 @app.command("generate")

@@ -23,7 +23,7 @@ LAYERS = [
     {"selfwritten", "plan", "importance"},
     {"calibrate", "journal"},
     {"artifact", "pipeline", "verify", "perplexity", "energy", "export"},
-    {"report"},
+    {"report", "report_page"},
     {"commands"},
     {"cli"},
     {"__main__"},

@@ -158,9 +158,16 @@ class EvalOptions(SourceOptions):
     """Options of eval-ppl."""
 
     data: str = option("bundled", "Text to score: a file, a named data set, or bundled.")
-    reference: str | None = option(None, "Another model to measure on the same windows.")
-    window: int = option(1024, "Tokens of a window.")
+    reference: str | None = option(None, "Another model on the same windows: ratio, KL divergence, same top token.")
+    protocol: str = option("windows", "How text is cut and scored.", choices=("windows", "stride", "llama.cpp"))
+    window: int = option(0, "Tokens of a window; default 1024, for llama.cpp 512.")
     windows: int = option(40, "How many windows; 0 takes the whole text.")
+    stride: int = option(0, "Tokens between the beginnings of windows (protocol stride); default half a window.")
+    max_ppl_delta: float | None = option(None, "Gate: exit 3 if perplexity exceeds the reference's by more.")
+    max_ppl_ratio: float | None = option(None, "Gate: exit 3 if perplexity is more times the reference's.")
+    max_kl: float | None = option(None, "Gate: exit 3 if the mean KL divergence is larger.")
+    min_top1: float | None = option(None, "Gate: exit 3 if the share of equal top tokens is smaller (0 to 1).")
+    html: str = option("", "Write a page with the table, and divergence against size.")
     device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")
     threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
     json: bool = option(False, "Print one JSON object on the last line of standard output.")

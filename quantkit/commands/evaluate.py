@@ -1,60 +1,162 @@
-"""`quantkit eval-ppl`: perplexity of an artifact, and of a reference on the same windows. A first version."""
+"""`quantkit eval-ppl`: perplexity of artifacts, their divergence from a reference on the same tokens, and gates."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantkit import perplexity
+from quantkit import perplexity, report_page
 from quantkit.commands._options import EvalOptions
-from quantkit.errors import UsageError
+from quantkit.errors import GateMissed, UsageError
 from quantkit.loader import Loader, pick_device
-from quantkit.report import Eye, print_json
+from quantkit.perplexity import Base, Text
+from quantkit.report import Eye, mib, print_json
 from quantkit.source import Source, resolve
 
+SAMPLE = "The year 2024 had 366 days; ça va? 1+1=2.\n\tdef f(x):  return x**2  # 你好 🦙\n"
 
-def eval_ppl(model: str, asked: EvalOptions) -> None:
-    """Measure `model`, and the reference if there is one, and print both."""
-    if asked.window < 2 or asked.windows < 0:
-        raise UsageError(f"--window {asked.window} --windows {asked.windows} cannot be: at least 2 tokens, 0 for all windows.")
+
+def eval_ppl(models: list[str], asked: EvalOptions) -> None:
+    """Measure every model and the reference on the same windows, print them, and hold them to the gates."""
+    window = _check(models, asked)
     torch.set_num_threads(asked.threads or torch.get_num_threads())
-    source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
-    text = perplexity.held_out(source.tokenizer(), asked.data, asked.window, asked.windows, asked.offline)
-    with Eye() as eye:
-        result = _measure(source, text, asked, eye)
-        document: dict[str, Any] = {"command": "eval-ppl", "model": model, "data": asked.data, "protocol": "windows", **result}
-        rule = "the tokenizer's beginning token first" if result["bos"] else "no beginning token"
-        eye.totals({
-            "perplexity": f"{result['perplexity']:.4f} +- {result['error']:.4f}",
-            "measured on": f"{len(text.rows)} windows of {asked.window} tokens, {result['scored']} scored, {text.dropped} left, {rule}",
-        })  # fmt: skip
-        if asked.reference:
-            base = resolve(asked.reference, None, asked.offline, asked.trust_remote_code)
-            other = _measure(base, text, asked, eye)
-            document["reference"] = {"model": asked.reference, **other}
-            document |= compare(result["losses"], other["losses"])
-            eye.totals({
-                "reference": f"{other['perplexity']:.4f} +- {other['error']:.4f} ({asked.reference})",
-                "ratio": f"{document['ratio']:.5f} +- {document['ratio_error']:.5f} (paired by window)",
-            })  # fmt: skip
+    sources = [_open(model, asked) for model in models]
+    base_source = _open(asked.reference, asked) if asked.reference else None
+    first = base_source or sources[0]
+    text = perplexity.cut(first.tokenizer(), asked.data, asked.protocol, window, asked.windows, asked.stride, asked.offline)
+    for source in sources:
+        _require_same_tokens(first, source)
+    with Eye() as eye, tempfile.TemporaryDirectory() as scratch:
+        base, reference = _reference(base_source, text, asked, eye, Path(scratch))
+        results = [_measure(source, text, asked, eye, base, reference, Path(scratch)) for source in sources]
+        _print(eye, text, results, reference)
+        document = _document(results, reference, asked)
+        if asked.html:
+            Path(asked.html).write_text(report_page.page(results, reference, asked.data), encoding="utf-8")
+            eye.totals({"report": asked.html})
+        missed = [line for result in results for line in gates(result, asked)]
     if asked.json:
-        print_json(document)
+        print_json({**document, "gates_missed": missed})
+    if missed:
+        raise GateMissed("; ".join(missed))
 
 
-def _measure(source: Source, text: perplexity.HeldOut, asked: EvalOptions, eye: Eye) -> dict[str, Any]:
+def _check(models: list[str], asked: EvalOptions) -> int:
+    """Return the window; a UsageError for what cannot be."""
+    if asked.protocol not in perplexity.PROTOCOLS:
+        raise UsageError(f"--protocol '{asked.protocol}' cannot be. Known: {', '.join(perplexity.PROTOCOLS)}.")
+    window = asked.window or perplexity.PROTOCOLS[asked.protocol]
+    least = 4 if asked.protocol == "llama.cpp" else 2
+    if window < least or asked.windows < 0:
+        raise UsageError(f"--window {window} --windows {asked.windows} cannot be: at least {least} tokens, 0 for all windows.")
+    if not 0 <= asked.stride <= window:
+        raise UsageError(f"--stride {asked.stride} cannot be: 1 to --window {window}.")
+    needs = [flag for flag, value in _gate_values(asked).items() if value is not None]
+    if needs and not asked.reference:
+        raise UsageError(f"{', '.join(needs)} needs --reference.")
+    if len(set(models)) < len(models):
+        raise UsageError("A model is named twice.")
+    return window
+
+
+def _gate_values(asked: EvalOptions) -> dict[str, float | None]:
+    return {
+        "--max-ppl-delta": asked.max_ppl_delta,
+        "--max-ppl-ratio": asked.max_ppl_ratio,
+        "--max-kl": asked.max_kl,
+        "--min-top1": asked.min_top1,
+    }
+
+
+def gates(result: dict[str, Any], asked: EvalOptions) -> list[str]:
+    """Return a line for each gate that a result misses, saying by how much."""
+    lines = []
+    for (flag, limit), key in zip(_gate_values(asked).items(), ("delta", "ratio", "kl_mean", "top1"), strict=True):
+        if limit is None:
+            continue
+        short = limit - result[key] if flag.startswith("--min") else result[key] - limit
+        if not short <= 0:  # a NaN misses every gate
+            lines.append(
+                f"{result['model']} misses {flag} {limit:g}: {result[key]:.6g}, {short:.3g} too {'low' if 'min' in flag else 'high'}"
+            )
+    return lines
+
+
+def _open(model: str, asked: EvalOptions) -> Source:
+    return resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
+
+
+def _require_same_tokens(first: Source, source: Source) -> None:
+    """Refuse to compare models that do not read the same tokens."""
+    if source is not first and first.tokenizer()(SAMPLE)["input_ids"] != source.tokenizer()(SAMPLE)["input_ids"]:
+        raise UsageError(f"{source.asked} and {first.asked} have different tokenizers: their perplexities cannot be compared.")
+
+
+def _reference(source: Source | None, text: Text, asked: EvalOptions, eye: Eye, scratch: Path) -> tuple[Base | None, dict[str, Any] | None]:
+    if source is None:
+        return None, None
+    loader = Loader(source, pick_device(asked.device))
+    eye.phase(f"measuring the reference {source.name}")
+    states = perplexity.final_states(loader, text, eye.block, scratch)
+    result = perplexity.measure(loader, text, states)
+    return Base(loader, states), {"model": source.asked, "bytes": _bytes(source), **result.document()}
+
+
+def _measure(
+    source: Source, text: Text, asked: EvalOptions, eye: Eye, base: Base | None, reference: dict[str, Any] | None, scratch: Path
+) -> dict[str, Any]:
     loader = Loader(source, pick_device(asked.device))
     eye.phase(f"measuring {source.name}" + (f" ({source.quantized})" if source.quantized else ""))
-    return asdict(perplexity.measure(loader, text, eye.block))
+    states = perplexity.final_states(loader, text, eye.block, scratch)
+    result = perplexity.measure(loader, text, states, base).document()
+    compared = compare(result["losses"], reference["losses"], [window.scored for window in text.windows]) if reference else {}
+    return {"model": source.asked, "quantized": source.quantized, "bytes": _bytes(source), **result, **compared}
 
 
-def compare(losses: tuple[float, ...], base: tuple[float, ...]) -> dict[str, float]:
-    """Return ratio and difference of the perplexities, the ratio with its standard error over paired windows."""
+def _bytes(source: Source) -> int:
+    return sum(path.stat().st_size for path in source.store.files())
+
+
+def compare(losses: tuple[float, ...], base: tuple[float, ...], scored: list[int] | None = None) -> dict[str, float]:
+    """Return ratio and difference of the perplexities, each with its standard error over paired windows."""
+    weights = scored or [1] * len(losses)
     deltas = [a - b for a, b in zip(losses, base, strict=True)]
-    mean = sum(deltas) / len(deltas)
-    spread = sum((d - mean) ** 2 for d in deltas) / max(len(deltas) - 1, 1) / len(deltas)
-    ratio = math.exp(mean)
-    delta = math.exp(sum(losses) / len(losses)) - math.exp(sum(base) / len(base))
-    return {"ratio": ratio, "ratio_error": ratio * math.sqrt(spread), "delta": delta}
+
+    def mean(values: list[float] | tuple[float, ...]) -> float:
+        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+    middle = mean(deltas)
+    error = math.sqrt(sum((d - middle) ** 2 for d in deltas) / max(len(deltas) - 1, 1) / len(deltas))
+    ratio, other = math.exp(middle), math.exp(mean(base))
+    return {"ratio": ratio, "ratio_error": ratio * error, "delta": other * (ratio - 1), "delta_error": other * ratio * error}
+
+
+def _document(results: list[dict[str, Any]], reference: dict[str, Any] | None, asked: EvalOptions) -> dict[str, Any]:
+    document: dict[str, Any] = {"command": "eval-ppl", "data": asked.data}
+    document |= results[0] if len(results) == 1 else {"results": results}
+    return {**document, "reference": reference} if reference else document
+
+
+def _print(eye: Eye, text: Text, results: list[dict[str, Any]], reference: dict[str, Any] | None) -> None:
+    rule = "the tokenizer's beginning token first" if text.bos else "no beginning token"
+    scored = sum(window.scored for window in text.windows)
+    for result in sorted(results, key=lambda r: float(r["perplexity"])):
+        lines = {"model": f"{result['model']}, {mib(result['bytes'])}"} if len(results) > 1 else {}
+        lines["perplexity"] = f"{result['perplexity']:.4f} +- {result['error']:.4f}"
+        if reference:
+            lines["ratio"] = f"{result['ratio']:.5f} +- {result['ratio_error']:.5f} (paired by window)"
+            lines["difference"] = f"{result['delta']:+.4f} +- {result['delta_error']:.4f}"
+            lines["KL divergence"] = (
+                f"mean {result['kl_mean']:.5f} +- {result['kl_error']:.5f}, median {result['kl_median']:.5f}, "
+                f"99 % {result['kl_99']:.4f}, 99.9 % {result['kl_999']:.4f}, max {result['kl_max']:.3f}"
+            )
+            lines["same top token"] = f"{100 * result['top1']:.2f} %, RMS change in probability {100 * result['rms_dp']:.2f} %"
+        eye.totals(lines)
+    if reference:
+        eye.totals({"reference": f"{reference['perplexity']:.4f} +- {reference['error']:.4f} ({reference['model']})"})
+    eye.totals({"measured on": f"{len(text.windows)} windows of {text.window} tokens ({text.protocol}), {scored} scored, "
+                               f"{text.dropped} left, {rule}"})  # fmt: skip

@@ -258,5 +258,5 @@ def _card_table(notes: list[dict[str, Any]]) -> str:
 
 def _evaluate(loader: Loader, asked: RunOptions, eye: Eye, when: str) -> float:
     eye.phase(f"measuring perplexity {when}")
-    text = perplexity.held_out(loader.source.tokenizer(), asked.eval, EVAL_WINDOW, EVAL_WINDOWS, asked.offline)
-    return perplexity.measure(loader, text).perplexity
+    text = perplexity.cut(loader.source.tokenizer(), asked.eval, "windows", EVAL_WINDOW, EVAL_WINDOWS, offline=asked.offline)
+    return perplexity.measure(loader, text, perplexity.final_states(loader, text)).perplexity
