@@ -96,29 +96,41 @@ def symmetric(x: Tensor, weight: Tensor, high: int) -> tuple[Tensor, Tensor]:
     return torch.where(dead, 0.0, scale), torch.where(dead, 0.0, codes)
 
 
+def _move(
+    level: Tensor, x: Tensor, weight: Tensor, limits: tuple[int | None, int], least: float = -torch.inf
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Move single levels [n, N] within `limits` in up to five sweeps; return them and the sums of (w x) l and (w l) l.
+
+    least: what the second sum must exceed without an element's own part for the element to be tried.
+    """
+    levels = list(level)
+    along = ordered_sum(torch.stack([(w * v) * value for w, v, value in zip(weight, x, levels, strict=True)]))
+    energy = ordered_sum(torch.stack([(w * value) * value for w, value in zip(weight, levels, strict=True)]))
+    for _ in range(SWEEPS):
+        moved = False
+        for j, (w, v) in enumerate(zip(weight, x, strict=True)):
+            a, b = along - (w * v) * levels[j], energy - (w * levels[j]) * levels[j]
+            new = nearest(safe_divide(v * b, torch.where(a > 0, a, 0.0))).clamp(*limits)
+            c, d = a + (w * v) * new, b + (w * new) * new
+            free = (a > 0) & (b > least) & (new != levels[j])
+            better = free & (d > 0) & ((c * c) * energy > (along * along) * d)
+            levels[j] = torch.where(better, new, levels[j])
+            along, energy = torch.where(better, c, along), torch.where(better, d, energy)
+            moved |= bool(better.any())
+        if not moved:
+            break
+    return torch.stack(levels), along, energy
+
+
 def symmetric_refined(x: Tensor, high: int) -> tuple[Tensor, Tensor]:
     """Return (scale [N], codes 0..2*high-1 [n, N]): one rounding, then up to five sweeps that move single codes."""
     weight = x * x
     extreme = signed_absmax(x)
     dead = extreme.abs() < EPSILON
     step = divide(float(-high), torch.where(dead, 1.0, extreme))
-    levels = list(nearest(step * x).clamp(-high, high - 1))
-    along = ordered_sum(torch.stack([(w * v) * level for w, v, level in zip(weight, x, levels, strict=True)]))
-    energy = ordered_sum(torch.stack([(w * level) * level for w, level in zip(weight, levels, strict=True)]))
-    for _ in range(SWEEPS):
-        moved = False
-        for j, (w, v) in enumerate(zip(weight, x, strict=True)):
-            a, b = along - (w * v) * levels[j], energy - (w * levels[j]) * levels[j]
-            new = nearest(safe_divide(v * b, torch.where(a > 0, a, 0.0))).clamp(-high, high - 1)
-            a, b, allowed = a + (w * v) * new, b + (w * new) * new, (a > 0) & (new != levels[j])
-            better = allowed & (b > 0) & ((a * a) * energy > (along * along) * b)
-            levels[j] = torch.where(better, new, levels[j])
-            along, energy = torch.where(better, a, along), torch.where(better, b, energy)
-            moved |= bool(better.any())
-        if not moved:
-            break
+    levels, along, energy = _move(nearest(step * x).clamp(-high, high - 1), x, weight, (-high, high - 1))
     scale = torch.where(energy > 0, safe_divide(along, energy), 0.0)
-    return torch.where(dead, 0.0, scale), torch.where(dead, 0.0, torch.stack(levels) + high)
+    return torch.where(dead, 0.0, scale), torch.where(dead, 0.0, levels + high)
 
 
 def affine(x: Tensor, weight: Tensor, high: int, span: tuple[float, float, int], absolute: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,23 +194,8 @@ def positive(x: Tensor, weight: Tensor, high: int) -> tuple[Tensor, Tensor]:
         error = loss(step)
         better = error < best
         best, chosen = torch.where(better, error, best), torch.where(better, step, chosen)
-    levels = list(nearest(chosen * x).clamp_max(high))
-    along = ordered_sum(torch.stack([(w * v) * level for w, v, level in zip(weight, x, levels, strict=True)]))
-    energy = ordered_sum(torch.stack([(w * level) * level for w, level in zip(weight, levels, strict=True)]))
-    for _ in range(SWEEPS):
-        moved = False
-        for j, (w, v) in enumerate(zip(weight, x, strict=True)):
-            a, b = along - (w * v) * levels[j], energy - (w * levels[j]) * levels[j]
-            new = nearest(safe_divide(v * b, torch.where(a > 0, a, 0.0))).clamp_max(high)
-            allowed = (a > 0) & (b > 0) & (new != levels[j])
-            a, b = a + (w * v) * new, b + (w * new) * new
-            better = allowed & ((a * a) * energy > (along * along) * b)
-            levels[j] = torch.where(better, new, levels[j])
-            along, energy = torch.where(better, a, along), torch.where(better, b, energy)
-            moved |= bool(better.any())
-        if not moved:
-            break
-    return torch.where(dead, 0.0, safe_divide(along, energy)), torch.where(dead, 0.0, torch.stack(levels))
+    levels, along, energy = _move(nearest(chosen * x).clamp_max(high), x, weight, (None, high), least=0.0)
+    return torch.where(dead, 0.0, safe_divide(along, energy)), torch.where(dead, 0.0, levels)
 
 
 def nearest_level(value: Tensor, table: tuple[int, ...]) -> Tensor:

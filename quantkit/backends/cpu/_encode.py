@@ -5,7 +5,7 @@ Threads are a pool over fixed chunks of blocks; blocks are independent, so no by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +14,16 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 17  # elements
+
+
+def in_chunks(threads: int, work: Callable[[Any], None], chunks: Sequence[Any]) -> None:
+    """Call work on every chunk, on a pool of threads if that is worth it."""
+    if threads == 1 or len(chunks) == 1:
+        for chunk in chunks:
+            work(chunk)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, chunks))
 
 
 def encoder(codec: Any, kernel: Callable[..., None], threads: int, row_sums: Callable[..., None] | None = None) -> Callable[..., Tensor]:
@@ -45,12 +55,7 @@ def encoder(codec: Any, kernel: Callable[..., None], threads: int, row_sums: Cal
                 row_sums(source.reshape(count, columns), chunk[0] // per_row, chunk[1] // per_row, extra[0])
             kernel(source, weight, *chunk, out, odd, *extra)
 
-        if threads == 1 or len(chunks) == 1:
-            for chunk in chunks:
-                work(chunk)
-        else:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(work, chunks))
+        in_chunks(threads, work, chunks)
         if odd.any():
             _again(codec, rows, importance if weighted else None, odd, out)
         return torch.from_numpy(out).reshape(count, width)

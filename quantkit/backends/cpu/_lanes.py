@@ -93,6 +93,17 @@ def mark_odd(x: Any, width: int, first: int, count: int, odd: Any) -> None:
 
 
 @jit  # type: ignore[untyped-decorator]
+def begin(source: Any, importance: Any, start: int, last: int, width: int, x: Any, w: Any, odd: Any) -> int:
+    """Load the tile that begins at unit `start`, its importance too if there is any, and mark odd blocks; return its units."""
+    count = min(LANES, last - start)
+    load_units(source, start, count, x)
+    mark_odd(x, width, start, count, odd)
+    if importance.shape[0]:
+        load_importance(importance, start, count, w)
+    return count
+
+
+@jit  # type: ignore[untyped-decorator]
 def nearest(value: Any) -> Any:
     """Round a vector half-even."""
     return (value + fill(MAGIC)) - fill(MAGIC)

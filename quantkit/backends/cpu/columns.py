@@ -12,13 +12,14 @@ each candidate kept; a tile and its work stay in the first-level cache.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
+
+from quantkit.backends.cpu._encode import in_chunks
 
 TILE = 32
 CHUNK_ROWS = 2 * TILE
@@ -227,12 +228,7 @@ def gptq_columns(threads: int) -> Callable[..., tuple[Tensor, Tensor, Tensor, Te
             for first in range(start, min(start + CHUNK_ROWS, rows), TILE):
                 _tile(work, *fixed, first, min(TILE, rows - first))
 
-        if threads == 1 or len(starts) == 1:
-            for start in starts:
-                chunk(start)
-        else:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(chunk, starts))
+        in_chunks(threads, chunk, starts)
         return tuple(torch.from_numpy(part) for part in (codes, errors, scale, zero))
 
     return run

@@ -140,11 +140,8 @@ def minimum(source: Any, importance: Any, first: int, last: int, out: Any, odd: 
     scale, half = np.empty((2, LANES), np.float32), np.empty((2, LANES), np.uint16)
     codes = np.empty((K, LANES), np.uint8)
     for start in range(first, last, LANES):
-        count = min(LANES, last - start)
-        lanes.load_units(source, start, count, x)
-        lanes.mark_odd(x, sub, start, count, odd)
+        count = lanes.begin(source, importance, start, last, sub, x, w, odd)
         if weighted:
-            lanes.load_importance(importance, start, count, w)
             _floored(x, w, share)
             _totals(w, sub, totals)
         for s in range(subs):
@@ -215,11 +212,8 @@ def three(source: Any, importance: Any, first: int, last: int, out: Any, odd: An
     stored, scale, half = np.empty((16, LANES), np.float32), np.empty((1, LANES), np.float32), np.empty((1, LANES), np.uint16)
     codes, packed = np.empty((K, LANES), np.uint8), np.empty((16, LANES), np.uint8)
     for start in range(first, last, LANES):
-        count = min(LANES, last - start)
-        lanes.load_units(source, start, count, x)
-        lanes.mark_odd(x, 16, start, count, odd)
+        count = lanes.begin(source, importance, start, last, 16, x, w, odd)
         if weighted:
-            lanes.load_importance(importance, start, count, w)
             _floored(x, w, np.float32(2.0))
             _totals(w, 16, totals)
         for s in range(16):
@@ -271,12 +265,8 @@ def six(source: Any, importance: Any, first: int, last: int, out: Any, odd: Any)
     scale, half = np.empty((1, LANES), np.float32), np.empty((1, LANES), np.uint16)
     codes, packed = np.empty((K, LANES), np.uint8), np.empty((16, LANES), np.uint8)
     for start in range(first, last, LANES):
-        count = min(LANES, last - start)
-        lanes.load_units(source, start, count, x)
-        lanes.mark_odd(x, 16, start, count, odd)
-        if importance.shape[0]:
-            lanes.load_importance(importance, start, count, w)
-        else:
+        count = lanes.begin(source, importance, start, last, 16, x, w, odd)
+        if not importance.shape[0]:
             for j in range(K):
                 store(w, j, load(x, j) * load(x, j))
         for s in range(16):

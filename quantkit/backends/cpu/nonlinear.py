@@ -83,11 +83,7 @@ def encode_32(source: Any, importance: Any, first: int, last: int, out: Any, odd
     x, w, codes = np.empty((32, LANES), np.float32), np.empty((32, LANES), np.float32), np.empty((16, LANES), np.uint8)
     scale, half, zero = np.empty((1, LANES), np.float32), np.empty((1, LANES), np.uint16), fill(ZERO)
     for start in range(first, last, LANES):
-        count = min(LANES, last - start)
-        lanes.load_units(source, start, count, x)
-        lanes.mark_odd(x, 32, start, count, odd)
-        if importance.shape[0]:
-            lanes.load_importance(importance, start, count, w)
+        count = lanes.begin(source, importance, start, last, 32, x, w, odd)
         _weights(x, w, importance.shape[0] > 0)
         _on_table(x, w, scale, 0)
         d = load(scale, 0)
@@ -106,11 +102,7 @@ def encode_256(source: Any, importance: Any, first: int, last: int, out: Any, od
     scales, stored, scale = np.empty((8, LANES), np.float32), np.empty((8, LANES), np.uint8), np.empty((1, LANES), np.float32)
     half, zero, one = np.empty((1, LANES), np.uint16), fill(ZERO), fill(ONE)
     for start in range(first, last, LANES):
-        count = min(LANES, last - start)
-        lanes.load_units(source, start, count, x)
-        lanes.mark_odd(x, 32, start, count, odd)
-        if importance.shape[0]:
-            lanes.load_importance(importance, start, count, w)
+        count = lanes.begin(source, importance, start, last, 32, x, w, odd)
         _weights(x, w, importance.shape[0] > 0)
         for s in range(8):
             _on_table(x[32 * s : 32 * s + 32], w[32 * s : 32 * s + 32], scales, s)
@@ -152,12 +144,11 @@ def _float_code(value: Any, d: Any) -> Any:
 def encode_microscaled(source: Any, importance: Any, first: int, last: int, out: Any, odd: Any) -> None:
     """Encode MXFP4."""
     x, codes = np.empty((32, LANES), np.float32), np.empty((16, LANES), np.uint8)
+    w = x  # importance changes nothing
     scale, exponents = np.empty((1, LANES), np.float32), np.empty(LANES, np.int32)
     bits = scale.reshape(-1).view(np.int32)
     for start in range(first, last, LANES):
-        count = min(LANES, last - start)
-        lanes.load_units(source, start, count, x)
-        lanes.mark_odd(x, 32, start, count, odd)
+        count = lanes.begin(source, importance, start, last, 32, x, w, odd)
         store(scale, 0, size(lanes.signed_absmax(x)))
         for i in range(LANES):
             exponents[i] = max((bits[i] >> 23) - 2, 0) if scale[0, i] > ZERO else 0

@@ -108,11 +108,8 @@ def encode(source: Any, importance: Any, first: int, last: int, out: Any, odd: A
     room = (np.empty((32, LANES), np.float32), np.empty((4, LANES), np.float32))
     fields, half, floor = np.zeros((2, LANES), np.float32), np.empty((2, LANES), np.uint16), np.zeros((1, LANES), np.float32)
     for start in range(first, last, LANES):
-        count = min(LANES, last - start)
-        lanes.load_units(source, start, count, x)
-        lanes.mark_odd(x, 32, start, count, odd)
+        count = lanes.begin(source, importance, start, last, 32, x, w, odd)
         if weighted:
-            lanes.load_importance(importance, start, count, w)
             for i in range(count):
                 floor[0, i] = energy[(start + i) // period]
             for j in range(32):
@@ -130,12 +127,11 @@ def encode(source: Any, importance: Any, first: int, last: int, out: Any, odd: A
 def encode_bytes(source: Any, importance: Any, first: int, last: int, out: Any, odd: Any) -> None:
     """Encode Q8_0."""
     x, codes = np.empty((32, LANES), np.float32), np.empty((32, LANES), np.uint8)
+    w = x  # importance changes nothing
     scale, half = np.empty((1, LANES), np.float32), np.empty((1, LANES), np.uint16)
     zero, one, middle = fill(ZERO), fill(ONE), fill(np.float32(0.5))
     for start in range(first, last, LANES):
-        count = min(LANES, last - start)
-        lanes.load_units(source, start, count, x)
-        lanes.mark_odd(x, 32, start, count, odd)
+        count = lanes.begin(source, importance, start, last, 32, x, w, odd)
         extreme = size(lanes.signed_absmax(x)) / fill(np.float32(127.0))
         live = extreme != zero
         step = where(live, one / where(live, extreme, one), zero)
