@@ -19,7 +19,16 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import __version__, memory
-from quantkit.commands._options import EvalOptions, ExportOptions, GenerateOptions, ImatrixOptions, RunOptions, ToHfOptions
+from quantkit.commands._options import (
+    DiffOptions,
+    EvalOptions,
+    ExportOptions,
+    GenerateOptions,
+    ImatrixOptions,
+    InspectOptions,
+    RunOptions,
+    ToHfOptions,
+)
 from quantkit.errors import Interrupted, QuantkitError, UsageError
 from quantkit.methods import METHODS, OPTIONS
 
@@ -148,6 +157,28 @@ def eval_ppl(models: Models, asked: EvalOptions) -> None:
     from quantkit.commands import evaluate
 
     evaluate.eval_ppl(models, asked)
+
+
+@app.command("inspect")
+@flags(InspectOptions)
+def inspect_source(model: Model, asked: InspectOptions) -> None:
+    """Say what a source holds: schemes, bits per weight, who will load it."""
+    from quantkit.commands import inspect as module
+
+    module.inspect(model, asked)
+
+
+@app.command("diff")
+@flags(DiffOptions)
+def diff(
+    a: Annotated[str, typer.Argument(help="A source.", show_default=False)],
+    b: Annotated[str, typer.Argument(help="Another.", show_default=False)],
+    asked: DiffOptions,
+) -> None:
+    """Compare two sources tensor by tensor: scheme, size, relative error."""
+    from quantkit.commands import inspect as module
+
+    module.diff(a, b, asked)
 
 
 @app.command("generate")

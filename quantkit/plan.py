@@ -91,7 +91,7 @@ def make_plan(loader: Loader, method: str, options: Any, form: Any, dtype: str, 
     ignore = [n for n, m in loader.model.named_modules() if isinstance(m, nn.Linear) and n not in inside]
     before = sum(store.info(name).nbytes for name in store.names())
     plan = Plan(rows, kept, layouts, ignore, before)
-    plan.runtimes = runtimes(plan, form.name, scattered)
+    plan.runtimes = runtimes([(row.codec, row.shape) for row in plan.packed], form.name, scattered)
     if strict and plan.fallbacks:
         lines = [f"{row.module} {list(row.shape)}: {row.reason}" for row in plan.fallbacks]
         raise StrictError(f"--strict: {len(lines)} weights cannot have the codec asked for: {'; '.join(lines[:8])}.")
@@ -176,9 +176,8 @@ def parse_overrides(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     return parsed
 
 
-def runtimes(plan: Plan, form: str, scattered: bool) -> list[str]:
-    """Return, for the common runtimes, whether they take the artifact and how fast (kernel limits of mid 2026)."""
-    codecs = [(row.codec, row.shape) for row in plan.packed]
+def runtimes(codecs: Sequence[tuple[Any, tuple[int, ...]]], form: str, scattered: bool) -> list[str]:
+    """Return, for the common runtimes, whether they take these (codec, shape) and how fast (kernel limits of mid 2026)."""
     marlin = []
     for codec, (out, columns) in codecs:
         if codec.bits not in (4, 8) or codec.group not in (-1, 32, 64, 128):

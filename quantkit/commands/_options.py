@@ -154,6 +154,24 @@ class ImatrixOptions(DataOptions):
 
 
 @dataclass(frozen=True)
+class InspectOptions(SourceOptions):
+    """Options of inspect."""
+
+    tensors: bool = option(False, "List every tensor.")
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+
+
+@dataclass(frozen=True)
+class DiffOptions:
+    """Options of diff."""
+
+    offline: bool = option(False, "Never use the network.")
+    trust_remote_code: bool = option(False, "Run a model's own code, if it brings any.")
+    most: int = option(20, "How many tensors to show; 0 shows all.")
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+
+
+@dataclass(frozen=True)
 class EvalOptions(SourceOptions):
     """Options of eval-ppl."""
 
