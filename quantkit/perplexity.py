@@ -104,7 +104,7 @@ class Perplexity:
     def document(self) -> dict[str, Any]:
         """Return everything as plain values, the divergence's beside the rest."""
         values = asdict(self)
-        return {**values, **(values.pop("divergence") or {})} if self.divergence else {k: v for k, v in values.items() if k != "divergence"}
+        return values | (values.pop("divergence") or {})
 
 
 @dataclass

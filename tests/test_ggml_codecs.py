@@ -175,3 +175,18 @@ def test_more_bits_and_importance_fit_better() -> None:
     errors = [error(name, True) for name in order]
     assert errors == sorted(errors, reverse=True)
     assert all(error(name, True) < error(name, False) for name in order[:4])
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_not_fatal() -> None:
+    """In a process of its own, where Numba finds no folder for compiled code."""
+    import subprocess
+    import sys
+
+    code = (
+        "import numba.core.caching as c; c.CacheImpl._locator_classes = []; import torch\n"
+        "from quantkit.backends import Backend; from quantkit.codecs import CODECS; codec = CODECS['Q8_0']\n"
+        "b = Backend(torch.device('cpu'), 1); x = torch.randn(3, 64)\n"
+        "assert torch.equal(b.op('Q8_0', codec.encode)(x), codec.encode(x)); print(b.reasons['Q8_0'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "compiled anew each time" in done.stdout

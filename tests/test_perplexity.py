@@ -168,6 +168,7 @@ def test_divergence_from_the_reference(run_cli: Run, tmp_path: Path, text_file: 
     )
     kl = (q.exp() * (q - p)).sum(-1).reshape(-1)
     assert document["kl_mean"] == pytest.approx(float(kl.mean()), rel=1e-4)
+    assert "divergence" not in document
     assert document["kl_max"] == pytest.approx(float(kl.max()), rel=1e-4)
     assert document["kl_median"] == pytest.approx(float(kl.sort().values[157]), rel=1e-4)
     assert document["top1"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))

@@ -6,6 +6,7 @@ to methods and formats by the pipeline, so nothing selects a kernel by itself.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -45,9 +46,17 @@ class Backend:
         if self.reference:
             self.reasons[name] = "reference: asked for"
         elif key in KERNELS.names():
-            self.reasons[name] = f"{key}: {KERNELS.rows[key].summary}"
             kernel: Callable[..., Any] = KERNELS[key](self.threads)
+            self.reasons[name] = f"{key}: {KERNELS.rows[key].summary}{_compiled_anew(key)}"
             return kernel
         else:
             self.reasons[name] = f"reference: no kernel for {self.device.type}"
         return reference
+
+
+def _compiled_anew(key: str) -> str:
+    """Say if a kernel's code cannot be kept: each process then compiles it again."""
+    from quantkit.backends.cpu import _jit
+
+    module = sys.modules[KERNELS.rows[key].target.partition(":")[0]]
+    return "" if _jit.is_kept(module) else ", compiled anew each time because no cache folder can be written"

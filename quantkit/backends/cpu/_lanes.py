@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from quantkit.backends.cpu._jit import jit
 from quantkit.backends.cpu._vector import LANES, SQUARE, anywhere, clip, fill, load, size, store, transpose, where
 
 MAGIC = np.float32(12582912.0)
@@ -19,10 +19,9 @@ ZERO, ONE, TENTH = np.float32(0.0), np.float32(1.0), np.float32(0.1)
 EPSILON = np.float32(1e-15)
 SMALLEST, LARGEST = np.float32(1e-28), np.float32(1e28)
 SWEEPS = 5
-jit = njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def load_units(source: Any, first: int, count: int, x: Any) -> None:
     """Fill x [block, LANES] with `count` units of source [units, block] from unit `first`, zeros beyond."""
     block = x.shape[0]
@@ -39,7 +38,7 @@ def load_units(source: Any, first: int, count: int, x: Any) -> None:
             x[j, i] = ZERO
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def load_importance(importance: Any, first: int, count: int, w: Any) -> None:
     """Fill w [block, LANES] with the importance [units of a row, block] of units first..first+count, ones beyond."""
     period = importance.shape[0]
@@ -52,7 +51,7 @@ def load_importance(importance: Any, first: int, count: int, w: Any) -> None:
             w[j, i] = ONE
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def store_units(codes: Any, first: int, count: int, out: Any, at: int) -> None:
     """Write codes, uint8 [n, LANES], at byte `at` of each block of out [units, size] from unit `first`; 16 divides n."""
     size = out.shape[1]
@@ -66,14 +65,14 @@ def store_units(codes: Any, first: int, count: int, out: Any, at: int) -> None:
                     out[first + i, at + j] = codes[j, i]
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def store_halves(half: Any, first: int, count: int, out: Any, at: int) -> None:
     """Write float16 bits, uint16 [LANES], at byte `at` of each block."""
     for i in range(count):
         out[first + i, at], out[first + i, at + 1] = half[i] & 255, half[i] >> 8
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def mark_odd(x: Any, width: int, first: int, count: int, odd: Any) -> None:
     """Set odd[first + i] if a sub-block of `width` of lane i is not in the range of ordinary numbers."""
     zero, least, most = fill(ZERO), fill(SMALLEST), fill(LARGEST)
@@ -92,7 +91,7 @@ def mark_odd(x: Any, width: int, first: int, count: int, odd: Any) -> None:
                 odd[first + i] = 1
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def begin(source: Any, importance: Any, start: int, last: int, width: int, x: Any, w: Any, odd: Any) -> int:
     """Load the tile that begins at unit `start`, its importance too if there is any, and mark odd blocks; return its units."""
     count = min(LANES, last - start)
@@ -103,13 +102,13 @@ def begin(source: Any, importance: Any, start: int, last: int, width: int, x: An
     return count
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def nearest(value: Any) -> Any:
     """Round a vector half-even."""
     return (value + fill(MAGIC)) - fill(MAGIC)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def signed_absmax(x: Any) -> Any:
     """Return each lane's element of largest magnitude with its sign, the first of equals."""
     extreme = fill(ZERO)
@@ -119,7 +118,7 @@ def signed_absmax(x: Any) -> Any:
     return extreme
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def squares(x: Any) -> Any:
     """Return each lane's sum of squares."""
     total = fill(ZERO)
@@ -129,7 +128,7 @@ def squares(x: Any) -> Any:
     return total
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def to_half(value: Any, bits: Any, half: Any) -> None:
     """Round value [LANES] to float16 in place, half-even; half: uint16 [LANES], its bits; `bits`: value viewed as int32."""
     for i in range(LANES):
@@ -145,7 +144,7 @@ def to_half(value: Any, bits: Any, half: Any) -> None:
             value[i] = -value[i] if sign else value[i]
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def symmetric(x: Any, w: Any, high: int, scale: Any, chosen: Any, row: int) -> None:
     """Fill row `row` of scale and chosen: codes are chosen * x rounded within -high..high-1, plus high; 0 without a value."""
     zero, low, top = fill(ZERO), fill(np.float32(-high)), fill(np.float32(high - 1))
@@ -173,7 +172,7 @@ def symmetric(x: Any, w: Any, high: int, scale: Any, chosen: Any, row: int) -> N
     store(chosen, row, where(live, best_step, zero))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _sweep(x: Any, w: Any, low: Any, top: Any, level: Any, along: Any, energy: Any, need: Any) -> Any:
     """Move single levels where that fits better, in one pass; return the sums and whether a lane moved.
 
@@ -192,7 +191,7 @@ def _sweep(x: Any, w: Any, low: Any, top: Any, level: Any, along: Any, energy: A
     return along, energy, anywhere(moved > zero)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _round_all(x: Any, w: Any, step: Any, low: Any, top: Any, level: Any) -> Any:
     """Fill level with step * x rounded within low..top; return the sums of (w x) level and (w level) level."""
     along, energy = fill(ZERO), fill(ZERO)
@@ -204,7 +203,7 @@ def _round_all(x: Any, w: Any, step: Any, low: Any, top: Any, level: Any) -> Any
     return along, energy
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def refined(x: Any, w: Any, high: int, level: Any, scale: Any, row: int) -> None:
     """Fill level [n, LANES] (-high..high-1) and row `row` of scale: one rounding, then sweeps that move single codes."""
     zero, low, top = fill(ZERO), fill(np.float32(-high)), fill(np.float32(high - 1))
@@ -222,7 +221,7 @@ def refined(x: Any, w: Any, high: int, level: Any, scale: Any, row: int) -> None
     store(scale, row, where(usable, along / where(usable, energy, fill(ONE)), zero))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def positive(x: Any, w: Any, high: int, level: Any, scale: Any, row: int) -> None:
     """Fill level [n, LANES] (0..high) and row `row` of scale for values that are not negative."""
     zero, one, limit, bottom = fill(ZERO), fill(ONE), fill(np.float32(high)), fill(np.float32(-1e30))
@@ -256,7 +255,7 @@ def positive(x: Any, w: Any, high: int, level: Any, scale: Any, row: int) -> Non
         store(level, j, where(live, load(level, j), zero))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _loss(x: Any, w: Any, level: Any, scale: Any, low: Any, absolute: bool) -> Any:
     """Return the weighted error, squared or absolute, of scale * level + low."""
     error = fill(ZERO)
@@ -270,7 +269,7 @@ def _loss(x: Any, w: Any, level: Any, scale: Any, low: Any, absolute: bool) -> A
     return error
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _affine_sums(x: Any, w: Any, step: Any, low: Any, limit: Any, level: Any) -> Any:
     """Fill level with step * (x - low) rounded within 0..limit; return the sums of w l, (w l) l and (w l) x."""
     zero = fill(ZERO)
@@ -284,7 +283,7 @@ def _affine_sums(x: Any, w: Any, step: Any, low: Any, limit: Any, level: Any) ->
     return plain, energy, along
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def affine(x: Any, w: Any, high: int, span: Any, absolute: bool, level: Any, found: Any) -> None:
     """Fill found [4, LANES]: scale, low (<= 0), and the winning candidate's step and low: its codes are step (x - low).
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from quantkit.backends.cpu._encode import in_chunks
+from quantkit.backends.cpu._jit import jit
 
 TILE = 32
 CHUNK_ROWS = 2 * TILE
@@ -27,7 +27,7 @@ CHUNK_ROWS = 2 * TILE
 MAGIC = np.float32(12582912.0)
 
 
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+@jit
 def _round_scale(values: Any, bits: Any, mantissa: int, limits: Any) -> None:
     """Round float32 `values` half-even to a format with `mantissa` bits, keeping signs; `bits` views them as int32."""
     for k in range(values.size):
@@ -39,7 +39,7 @@ def _round_scale(values: Any, bits: Any, mantissa: int, limits: Any) -> None:
             bits[k] = ((bits[k] + (1 << (drop - 1)) - 1 + ((bits[k] >> drop) & 1)) >> drop) << drop
 
 
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+@jit
 def _candidates(part: Any, shrinks: Any, zeros: Any, middle: int, high: int, mantissa: int, limits: Any, scale: Any, zero: Any) -> None:
     """Fill scale and zero, float32 [candidates, TILE], for a group [columns, TILE]; `middle` 0 means asymmetric."""
     low, top = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
@@ -64,7 +64,7 @@ def _candidates(part: Any, shrinks: Any, zeros: Any, middle: int, high: int, man
                 zero[k, i] = min(max((base + MAGIC) - MAGIC + zeros[k], np.float32(0.0)), np.float32(high))
 
 
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+@jit
 def _diagonal_errors(part: Any, importance: Any, scale: Any, zero: Any, high: int, inverse: Any, error: Any) -> None:
     """Fill error, float32 [candidates, TILE]: the importance-weighted squared rounding error of the group."""
     top = np.float32(high)
@@ -80,7 +80,7 @@ def _diagonal_errors(part: Any, importance: Any, scale: Any, zero: Any, high: in
                 error[k, i] += weight * (d * d)
 
 
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+@jit
 def _simulate(part: Any, factor: Any, a: int, scale: Any, zero: Any, high: int, inverse: Any, step: Any, work: Any, loss: Any) -> None:
     """Fill loss, float32 [TILE], of the column loop inside the group that begins at column a."""
     top = np.float32(high)
@@ -103,7 +103,7 @@ def _simulate(part: Any, factor: Any, a: int, scale: Any, zero: Any, high: int, 
                 work[j, i] -= step[i] * u
 
 
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+@jit
 def _choose(
     part: Any, factor: Any, a: int, scale: Any, zero: Any, error: Any, kept: int, high: int, room: Any, best_scale: Any, best_zero: Any
 ) -> None:
@@ -126,7 +126,7 @@ def _choose(
                 limit[i], best_scale[i], best_zero[i] = loss[i], try_scale[i], try_zero[i]
 
 
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+@jit
 def _columns(work: Any, factor: Any, a: int, group: int, scale: Any, zero: Any, high: int, inverse: Any, codes: Any, errors: Any) -> None:
     """Round columns a..a+group of a tile one by one, spreading each error over the columns of the span still to come."""
     top = np.float32(high)
@@ -144,7 +144,7 @@ def _columns(work: Any, factor: Any, a: int, group: int, scale: Any, zero: Any, 
                 work[j, i] -= errors[c, i] * u
 
 
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+@jit
 def _tile(
     weight: Any,
     factor: Any,

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quantkit.backends.cpu import _lanes as lanes
 from quantkit.backends.cpu._encode import encoder
-from quantkit.backends.cpu._lanes import ONE, ZERO, jit
+from quantkit.backends.cpu._jit import jit
+from quantkit.backends.cpu._lanes import ONE, ZERO
 from quantkit.backends.cpu._vector import LANES, clip, fill, load, root, size, store, store_bytes, where
 from quantkit.codecs import k_quants as codecs
 from quantkit.codecs._ggml import K
@@ -22,7 +23,7 @@ from quantkit.codecs._ggml import K
 SPAN = np.array(codecs.SPAN, np.float32)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _floored(x: Any, w: Any, share: Any) -> None:
     """Turn importance w [256, LANES] into search weights: w * sqrt(share / 256 of the sum of squares + x^2)."""
     floor = lanes.squares(x) * fill(share) / fill(np.float32(K))
@@ -31,7 +32,7 @@ def _floored(x: Any, w: Any, share: Any) -> None:
         store(w, j, load(w, j) * root(floor + v * v))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _own_weights(x: Any, w: Any, absolute: bool) -> None:
     """Fill w [n, LANES] with |x|, and unless `absolute` plus the sub-block's root mean square."""
     floor = fill(ZERO) if absolute else root(lanes.squares(x) / fill(np.float32(x.shape[0])))
@@ -39,7 +40,7 @@ def _own_weights(x: Any, w: Any, absolute: bool) -> None:
         store(w, j, floor + size(load(x, j)))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _totals(w: Any, sub: int, totals: Any) -> None:
     """Fill totals [subs, LANES] with the sums of each sub-block's weights."""
     for s in range(totals.shape[0]):
@@ -49,7 +50,7 @@ def _totals(w: Any, sub: int, totals: Any) -> None:
         store(totals, s, total)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _levels_of(values: Any, high: int, codes: Any, scale: Any, row: int) -> None:
     """Fill codes [subs, LANES] and row `row` of scale: values >= 0 on the grid that spans them."""
     zero, limit, top = fill(ZERO), fill(np.float32(high)), fill(ZERO)
@@ -65,7 +66,7 @@ def _levels_of(values: Any, high: int, codes: Any, scale: Any, row: int) -> None
     store(scale, row, top / limit)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _recode(x: Any, step: Any, offset: Any, kept: Any, high: int, codes: Any, first: int) -> None:
     """Fill codes uint8 [256, LANES] from row `first`: x on the stored grid, (x + offset) / step.
 
@@ -78,7 +79,7 @@ def _recode(x: Any, step: Any, offset: Any, kept: Any, high: int, codes: Any, fi
         store_bytes(codes, first + j, clip(lanes.nearest(where(live, (v + offset) / safe, chosen * (v - base))), low, top))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _recode_signed(x: Any, step: Any, level: Any, high: int, codes: Any, first: int) -> None:
     """Fill codes uint8 [256, LANES] from row `first`: x / step within -high..high-1, plus high; where step is 0, level's."""
     low, top, live = fill(np.float32(-high)), fill(np.float32(high - 1)), step != fill(ZERO)
@@ -88,7 +89,7 @@ def _recode_signed(x: Any, step: Any, level: Any, high: int, codes: Any, first: 
         store_bytes(codes, first + j, value - low)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _store(codes: Any, i: int, bits: int, low_at: int, high_at: int, out: Any) -> None:
     """Write the 256 codes of lane i into a block: nibbles at low_at, the fifth bits at high_at (Q4_K, Q5_K)."""
     for g in range(4):
@@ -102,7 +103,7 @@ def _store(codes: Any, i: int, bits: int, low_at: int, high_at: int, out: Any) -
             out[high_at + k] = byte
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _store_quarters(codes: Any, i: int, shift: int, at: int, out: Any) -> None:
     """Write two bits, from `shift` up, of each of the 256 codes of lane i."""
     for g in range(2):
@@ -112,7 +113,7 @@ def _store_quarters(codes: Any, i: int, shift: int, at: int, out: Any) -> None:
             out[at + 32 * g + k] = byte | (((codes[j + 64, i] >> shift) & 3) << 4) | (((codes[j + 96, i] >> shift) & 3) << 6)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _store_header(scales: Any, lows: Any, i: int, bits: int, half: Any, out: Any) -> None:
     """Write lane i's f16 scale and minimum, half [2, LANES], and the packed sub-block scales and minima."""
     at = 80 if bits == 2 else 0
@@ -129,7 +130,7 @@ def _store_header(scales: Any, lows: Any, i: int, bits: int, half: Any, out: Any
         out[12 + s] = (b & 15) | ((d & 15) << 4)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def minimum(source: Any, importance: Any, first: int, last: int, out: Any, odd: Any, kind: Any, span: Any, share: Any) -> None:
     """Encode Q2_K, Q4_K or Q5_K; kind = (bits, sub, top)."""
     bits, sub, top = kind
@@ -182,7 +183,7 @@ def _minimum(codec: Any) -> Callable[[int], Callable[..., Tensor]]:
     return make
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _apply(x: Any, chosen: Any, row: int, high: int, level: Any) -> None:
     """Fill level [n, LANES] with chosen[row] * x rounded within -high..high-1; `high` less than that where chosen is 0."""
     low, top, step = fill(np.float32(-high)), fill(np.float32(high - 1)), load(chosen, row)
@@ -191,7 +192,7 @@ def _apply(x: Any, chosen: Any, row: int, high: int, level: Any) -> None:
         store(level, j, where(live, clip(lanes.nearest(step * load(x, j)), low, top), low))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _signed_scales(values: Any, least: int, most: int, stored: Any, scale: Any) -> Any:
     """Fill stored [subs, LANES] and row 0 of scale: values on the grid whose extreme is `least`; return which lanes live."""
     zero, extreme = fill(ZERO), lanes.signed_absmax(values)
@@ -203,7 +204,7 @@ def _signed_scales(values: Any, least: int, most: int, stored: Any, scale: Any) 
     return live
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def three(source: Any, importance: Any, first: int, last: int, out: Any, odd: Any) -> None:
     """Encode Q3_K."""
     weighted = importance.shape[0] > 0
@@ -240,7 +241,7 @@ def three(source: Any, importance: Any, first: int, last: int, out: Any, odd: An
             _store_three(codes, packed, i, half[0, i], out[start + i])
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _store_three(codes: Any, scales: Any, i: int, half: Any, out: Any) -> None:
     """Write lane i as a Q3_K block."""
     for k in range(32):
@@ -257,7 +258,7 @@ def _store_three(codes: Any, scales: Any, i: int, half: Any, out: Any) -> None:
     out[108], out[109] = half & 255, half >> 8
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def six(source: Any, importance: Any, first: int, last: int, out: Any, odd: Any) -> None:
     """Encode Q6_K."""
     x, w, level = np.empty((K, LANES), np.float32), np.empty((K, LANES), np.float32), np.empty((16, LANES), np.float32)
@@ -284,7 +285,7 @@ def six(source: Any, importance: Any, first: int, last: int, out: Any, odd: Any)
             _store_six(codes, packed, i, half[0, i], out[start + i])
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _store_six(codes: Any, scales: Any, i: int, half: Any, out: Any) -> None:
     """Write lane i as a Q6_K block."""
     for g in range(2):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from quantkit.backends.cpu import _lanes as lanes
 from quantkit.backends.cpu._encode import encoder
-from quantkit.backends.cpu._lanes import ONE, ZERO, jit
+from quantkit.backends.cpu._jit import jit
+from quantkit.backends.cpu._lanes import ONE, ZERO
 from quantkit.backends.cpu._vector import LANES, clip, fill, load, root, size, store, store_bytes, where
 from quantkit.codecs import nonlinear as codecs
 from quantkit.codecs._ggml import K
@@ -25,7 +26,7 @@ SIXTEEN = np.float32(16.0)
 E2M1 = np.array(codecs.E2M1_DOUBLED, np.float32)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _level(value: Any) -> Any:
     """Return the nearest level of each lane, the upper one of a tie."""
     zero, level = fill(ZERO), fill(LEVELS[0])
@@ -34,7 +35,7 @@ def _level(value: Any) -> Any:
     return level
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _code(value: Any) -> Any:
     """Return the index of the nearest level."""
     zero, one, code = fill(ZERO), fill(ONE), fill(ZERO)
@@ -43,7 +44,7 @@ def _code(value: Any) -> Any:
     return code
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _on_table(x: Any, w: Any, scale: Any, row: int) -> None:
     """Fill row `row` of scale: the best of sixteen steps."""
     zero, one = fill(ZERO), fill(ONE)
@@ -68,7 +69,7 @@ def _on_table(x: Any, w: Any, scale: Any, row: int) -> None:
     store(scale, row, where(live, found, zero))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _weights(x: Any, w: Any, weighted: bool) -> None:
     """Fill w with x^2, or turn the importance in it into w * sqrt(2 mean square + x^2), over all of x [n, LANES]."""
     floor = lanes.squares(x) * fill(np.float32(2.0) / np.float32(x.shape[0])) if weighted else fill(ZERO)
@@ -77,7 +78,7 @@ def _weights(x: Any, w: Any, weighted: bool) -> None:
         store(w, j, load(w, j) * root(floor + v * v) if weighted else v * v)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def encode_32(source: Any, importance: Any, first: int, last: int, out: Any, odd: Any) -> None:
     """Encode IQ4_NL."""
     x, w, codes = np.empty((32, LANES), np.float32), np.empty((32, LANES), np.float32), np.empty((16, LANES), np.uint8)
@@ -95,7 +96,7 @@ def encode_32(source: Any, importance: Any, first: int, last: int, out: Any, odd
         lanes.store_units(codes, start, count, out, 2)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def encode_256(source: Any, importance: Any, first: int, last: int, out: Any, odd: Any) -> None:
     """Encode IQ4_XS."""
     x, w, codes = np.empty((K, LANES), np.float32), np.empty((K, LANES), np.float32), np.empty((K // 2, LANES), np.uint8)
@@ -129,7 +130,7 @@ def encode_256(source: Any, importance: Any, first: int, last: int, out: Any, od
                 out[start + i, 4 + s] = (stored[2 * s, i] & 15) | ((stored[2 * s + 1, i] & 15) << 4)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _float_code(value: Any, d: Any) -> Any:
     """Return the first code whose E2M1 value times d is nearest."""
     best, code = size(fill(E2M1[0]) * d - value), fill(ZERO)
@@ -140,7 +141,7 @@ def _float_code(value: Any, d: Any) -> Any:
     return code
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def encode_microscaled(source: Any, importance: Any, first: int, last: int, out: Any, odd: Any) -> None:
     """Encode MXFP4."""
     x, codes = np.empty((32, LANES), np.float32), np.empty((16, LANES), np.uint8)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quantkit.backends.cpu import _lanes as lanes
 from quantkit.backends.cpu._encode import encoder
-from quantkit.backends.cpu._lanes import ONE, ZERO, jit
+from quantkit.backends.cpu._jit import jit
+from quantkit.backends.cpu._lanes import ONE, ZERO
 from quantkit.backends.cpu._vector import LANES, clip, fill, load, root, size, store, store_bytes, truncate, where
 from quantkit.codecs import rounded as codecs
 
@@ -18,7 +19,7 @@ SPAN = np.array(codecs.SPAN, np.float32)
 ROWS = 16
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def row_mean_squares(rows: Any, first: int, last: int, out: Any) -> None:
     """Fill out[first:last] with the mean square of those rows, each summed in order; several rows side by side."""
     total = np.empty(ROWS, np.float32)
@@ -32,7 +33,7 @@ def row_mean_squares(rows: Any, first: int, last: int, out: Any) -> None:
             out[start + i] = total[i] / np.float32(rows.shape[1])
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _search(x: Any, w: Any, bits: int, minimum: bool, span: Any, room: Any, fields: Any, codes: Any) -> None:
     """Fill fields [2, LANES], scale and minimum, and codes: the weighted search."""
     level, found = room
@@ -54,7 +55,7 @@ def _search(x: Any, w: Any, bits: int, minimum: bool, span: Any, room: Any, fiel
         store_bytes(codes, j, where(live, clip(lanes.nearest(step * load(x, j)), low, top) - low, fill(ZERO)))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _span(x: Any, bits: int, minimum: bool, fields: Any, codes: Any) -> None:
     """Fill fields [2, LANES] and codes from the extremes."""
     zero, one, high = fill(ZERO), fill(ONE), fill(np.float32((1 << bits) - 1))
@@ -78,7 +79,7 @@ def _span(x: Any, bits: int, minimum: bool, fields: Any, codes: Any) -> None:
         store_bytes(codes, j, where(value < high, value, high))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _store(codes: Any, half: Any, first: int, count: int, bits: int, minimum: bool, out: Any) -> None:
     """Write the lanes' fields and codes, uint8 [32, LANES], as blocks; codes are used up."""
     at = 4 if minimum else 2
@@ -99,7 +100,7 @@ def _store(codes: Any, half: Any, first: int, count: int, bits: int, minimum: bo
     lanes.store_units(codes[:16], first, count, out, at)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def encode(source: Any, importance: Any, first: int, last: int, out: Any, odd: Any, energy: Any, kind: Any, span: Any) -> None:
     """Encode Q4_0, Q4_1, Q5_0 or Q5_1; energy: the mean square of each row, needed with importance; kind = (bits, minimum)."""
     bits, minimum = kind
@@ -123,7 +124,7 @@ def encode(source: Any, importance: Any, first: int, last: int, out: Any, odd: A
         _store(codes, half, start, count, bits, minimum, out)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def encode_bytes(source: Any, importance: Any, first: int, last: int, out: Any, odd: Any) -> None:
     """Encode Q8_0."""
     x, codes = np.empty((32, LANES), np.float32), np.empty((32, LANES), np.uint8)
