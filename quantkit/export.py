@@ -167,6 +167,8 @@ def _add_general(writer: Any, source: Source) -> None:
     total, shared, experts, count = writer.get_total_parameter_count()
     metadata = package.Metadata.load(None, source.folder, None, total)
     metadata.name = metadata.name or source.name
+    penalty = package.Metadata.load_generation_config(source.folder).get("repetition_penalty")
+    metadata.sampling_penalty_repeat = metadata.sampling_penalty_repeat or penalty  # older packages look under another name
     if metadata.size_label is None and total > 0:
         metadata.size_label = package.size_label(total, shared, experts, count)
     metadata.set_gguf_meta_model(writer)

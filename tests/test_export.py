@@ -254,6 +254,15 @@ def test_a_gptq_artifact_becomes_a_gguf(llama: Path, tmp_path: Path, run_cli: Ca
     assert float((ours.exp() * (ours - theirs)).sum(-1).max()) < 0.02
 
 
+def test_sampling_settings_become_keys(llama: Path, tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+    edit_config(llama, "generation_config.json", temperature=0.6, top_k=20, repetition_penalty=1.1, do_sample=True)
+    assert run_cli("export-gguf", llama, "-o", tmp_path / "m.gguf", "--type", "F16", "-q")[0] == 0
+    keys = read_header(tmp_path / "m.gguf").keys
+    found = [keys[f"general.sampling.{name}"].value for name in ("temp", "top_k", "penalty_repeat")]
+    assert found == pytest.approx([0.6, 20, 1.1])
+    assert keys["general.name"].value
+
+
 def test_a_modelfile_has_the_sampling_settings(llama: Path, tmp_path: Path, run_cli: Callable[..., Any]) -> None:
     edit_config(llama, "generation_config.json", temperature=0.6, top_p=0.9, do_sample=True)
     assert run_cli("export-gguf", llama, "-o", tmp_path / "m.gguf", "--type", "F16", "--modelfile", "-q")[0] == 0
