@@ -229,11 +229,19 @@ def _parts(scores: Tensor, other: Tensor | None, targets: Tensor) -> Iterator[tu
 
 def _divergence(kept: list[tuple[Tensor, Tensor, Tensor]]) -> Divergence:
     kl, same, change = (torch.cat(part).double() for part in zip(*kept, strict=True))
-    ordered = kl.sort().values  # torch's quantile takes at most 16 million values
-    median, most, nearly_all = (float(ordered[min(int(len(kl) * share), len(kl) - 1)]) for share in (0.5, 0.99, 0.999))
+    ordered = kl.sort().values
+    median, most, nearly_all = (_quantile(ordered, share) for share in (0.5, 0.99, 0.999))
     error = float(kl.std() / math.sqrt(len(kl))) if len(kl) > 1 else 0.0
     rms = float(change.square().mean().sqrt())
     return Divergence(float(kl.mean()), error, median, most, nearly_all, float(ordered[-1]), float(same.mean()), rms)
+
+
+def _quantile(ordered: Tensor, share: float) -> float:
+    """Return a quantile of ascending values, between neighbours in proportion (torch's own takes at most 16 million)."""
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return float(ordered[below] + (ordered[above] - ordered[below]) * (place - below))
 
 
 def _summary(text: Text, losses: list[float], divergence: Divergence | None) -> Perplexity:
