@@ -232,3 +232,17 @@ def test_what_cannot_be_compared_is_refused(run_cli: Run, llama: Path, tmp_path:
     assert code == 2 and "different tokenizers" in err
     code, _, err = run_cli("eval-ppl", llama, "--data", text_file, "--protocol", "nonsense")
     assert code == 2 and "Known: windows, stride, llama.cpp" in err
+
+
+def test_the_references_side_is_kept_and_used(run_cli: Run, llama: Path, tmp_path: Path, text_file: Path) -> None:
+    other, kept = make_model(tmp_path / "b", seed=3), tmp_path / "kept.safetensors"
+    words = ("--reference", llama, "--data", text_file, "--window", 64, "--windows", 3, "--json", "--save-logits", kept)
+    first = run_cli("eval-ppl", other, *words)[1]
+    written = kept.read_bytes()
+    code, second, err = run_cli("eval-ppl", other, *words)
+    assert code == 0 and "using" in err
+    assert second == first and kept.read_bytes() == written
+    code, _, err = run_cli("eval-ppl", other, *words, "--protocol", "stride")
+    assert code == 2 and "saved for another reference, text or protocol" in err
+    code, _, err = run_cli("eval-ppl", other, "--data", text_file, "--save-logits", kept)
+    assert code == 2 and "needs --reference" in err

@@ -185,6 +185,7 @@ class EvalOptions(SourceOptions):
     max_ppl_ratio: float | None = option(None, "Gate: exit 3 if perplexity is more times the reference's.")
     max_kl: float | None = option(None, "Gate: exit 3 if the mean KL divergence is larger.")
     min_top1: float | None = option(None, "Gate: exit 3 if the share of equal top tokens is smaller (0 to 1).")
+    save_logits: str = option("", "Keep the reference's side in this file, and use it when it is there: it need not be computed again.")
     html: str = option("", "Write a page with the table, and divergence against size.")
     device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")
     threads: int = option(0, "CPU threads; 0 leaves torch's choice.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tempfile
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from quantkit import perplexity, report_page
 from quantkit.commands._options import EvalOptions
 from quantkit.errors import GateMissed, UsageError
+from quantkit.formats import _safetensors as st
 from quantkit.loader import Loader, pick_device
 from quantkit.perplexity import Base, Text
 from quantkit.report import Eye, mib, print_json
@@ -55,6 +57,8 @@ def _check(models: list[str], asked: EvalOptions) -> int:
         raise UsageError(f"--window {window} --windows {asked.windows} cannot be: at least {least} tokens, 0 for all windows.")
     if not 0 <= asked.stride <= window:
         raise UsageError(f"--stride {asked.stride} cannot be: 1 to --window {window}.")
+    if asked.save_logits and not asked.reference:
+        raise UsageError("--save-logits keeps the reference's: it needs --reference.")
     needs = [flag for flag, value in _gate_values(asked).items() if value is not None]
     if needs and not asked.reference:
         raise UsageError(f"{', '.join(needs)} needs --reference.")
@@ -101,9 +105,31 @@ def _reference(source: Source | None, text: Text, asked: EvalOptions, eye: Eye, 
         return None, None
     loader = Loader(source, pick_device(asked.device))
     eye.phase(f"measuring the reference {source.name}")
-    states = perplexity.final_states(loader, text, eye.block, scratch)
+    states = _kept_states(loader, text, asked, eye, scratch)
     result = perplexity.measure(loader, text, states)
     return Base(loader, states), {"model": source.asked, "bytes": _bytes(source), **result.document()}
+
+
+def _kept_states(loader: Loader, text: Text, asked: EvalOptions, eye: Eye, scratch: Path) -> list[torch.Tensor]:
+    """Return the reference's last states, from the file of --save-logits if it holds them, else computed and kept there.
+
+    The head makes logits of them: a hundred times less to keep than the logits, and exact.
+    """
+    path = Path(asked.save_logits) if asked.save_logits else None
+    digest = hashlib.sha256(loader.source.fingerprint().encode()) if path else hashlib.sha256()
+    for window in text.windows:
+        digest.update(window.ids.numpy().tobytes())
+    mark = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+    if path is not None and path.exists():
+        entries = st.read_header(path)
+        if "mark" not in entries or not torch.equal(st.read_tensor(path, entries["mark"]), mark):
+            raise UsageError(f"{path} was saved for another reference, text or protocol. Remove it, or name another --save-logits.")
+        eye.phase(f"using {path}")
+        return [st.read_tensor(path, entries[f"states.{i}"]) for i in range(len(entries) - 1)]
+    states = perplexity.final_states(loader, text, eye.block, scratch)
+    if path is not None:
+        st.write_file(path, {"mark": mark, **{f"states.{i}": state for i, state in enumerate(states)}})
+    return states
 
 
 def _measure(
