@@ -53,7 +53,7 @@ def items(source: Source) -> Iterator[Item]:
     for name in store.names():
         if isinstance(store, GgufStore):
             entry = store.header.tensors[store.tensors[name]]
-            yield Item(name, store.info(name).shape, CODEC_OF.get(entry.type_id, f"ggml type {entry.type_id}"), entry.nbytes)
+            yield Item(name, store.info(name).shape, CODEC_OF.get(entry.type_id, f"ggml type {entry.type_id}"), store.stored_bytes(name))
         elif isinstance(store, PackedStore) and store.is_packed(name):
             yield _packed(store, name)
         else:

@@ -80,7 +80,7 @@ def test_llama3_divisors_are_stored(tmp_path: Path, run_cli: Callable[..., Any])
     assert set(values[6:]) == {8.0}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2", "phi3", "qwen3_moe"])
 def test_gguf_to_checkpoint_to_gguf_is_the_identity(family: str, tmp_path: Path, run_cli: Callable[..., Any]) -> None:
     changes = {"layer_types": None} if family == "gemma3" else {}
     folder = make_model(tmp_path / "m", family, **changes)

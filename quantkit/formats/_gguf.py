@@ -66,11 +66,13 @@ class Header:
         """Return a key's value, or the default."""
         return self.keys[key].value if key in self.keys else default
 
-    def read(self, name: str) -> Any:
-        """Return a tensor's bytes, uint8, one row per row of blocks, in memory of their own."""
+    def read(self, name: str, index: int | None = None) -> Any:
+        """Return the bytes of a tensor, or of slice `index` of it, uint8, one row per row of blocks, in memory of their own."""
         entry = self.tensors[name]
-        data = np.fromfile(self.path, np.uint8, entry.nbytes, offset=entry.start)
-        return data.reshape(max(math.prod(entry.shape[:-1]), 1), -1)
+        count = 1 if index is None else entry.shape[0]
+        start = entry.start + (index or 0) * (entry.nbytes // count)
+        data = np.fromfile(self.path, np.uint8, entry.nbytes // count, offset=start)
+        return data.reshape(max(math.prod(entry.shape[:-1]) // count, 1), -1)
 
 
 class _Cursor:

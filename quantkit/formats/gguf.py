@@ -6,6 +6,7 @@ types that quantkit writes. Settings that transformers' mapping leaves at their 
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from quantkit.formats._safetensors import TensorInfo
 
 CODEC_OF = {CODECS[name].type_id: name for name in GGML_TYPES}
 SETTINGS = {"head_dim": "attention.key_length", "n_positions": "context_length", "max_position_embeddings": "context_length"}
+EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
 LONG = 4096  # keys with more elements are a vocabulary's
 
 
@@ -40,7 +42,14 @@ class GgufStore:
         names = _model_names(path, architecture, model, self.processor, set(header.tensors))
         self.tensors: dict[str, str] = {}
         self.infos: dict[str, TensorInfo] = {}
-        for tensor in header.tensors:
+        self.expert: dict[str, int] = {}  # which slice of its tensor a name is
+        for tensor, entry in header.tensors.items():
+            if (match := EXPERTS.fullmatch(tensor)) and f"model.layers.{match[1]}.mlp.experts.gate_up_proj" in shapes:
+                for index in range(entry.shape[0]):
+                    one = f"model.layers.{match[1]}.mlp.experts.{index}.{match[2]}_proj.weight"
+                    self.tensors[one], self.expert[one] = tensor, index
+                    self.infos[one] = TensorInfo("F32", entry.shape[1:])
+                continue
             name = names.get(tensor)
             if name is None and not tensor.startswith("rope_"):
                 raise SourceError(f"{path}: no {type(model).__name__} weight corresponds to '{tensor}'.")
@@ -59,9 +68,14 @@ class GgufStore:
     def read(self, name: str) -> Tensor:
         """Decode one tensor to float32 and undo what the file's architecture did to it (Q/K order, norm offset)."""
         tensor = self.tensors[name]
-        values = decode(self.header, tensor)
+        values = decode(self.header, tensor, self.expert.get(name))
         values = self.processor.process(weights=values, name=tensor, tensor_key_mapping={}, parsed_parameters={}).weights
         return torch.from_numpy(values.copy()).to(torch.float32).reshape(self.infos[name].shape)
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes that a name takes in the file."""
+        entry = self.header.tensors[self.tensors[name]]
+        return entry.nbytes // entry.shape[0] if name in self.expert else entry.nbytes
 
     def chunks(self, name: str) -> Iterator[bytes | memoryview]:
         """One decoded tensor's bytes in pieces."""
@@ -85,7 +99,7 @@ def _model_names(path: Path, architecture: str, model: Any, processor: Any, want
             stem, dot, suffix = processor.preprocess_name(name).rpartition(".")
             if (known := table.get_name(stem)) is not None:
                 names[f"{known}{dot}{suffix}"] = name
-    if {name for name in wanted if not name.startswith("rope_")} <= set(names):
+    if {name for name in wanted if not name.startswith("rope_") and not EXPERTS.fullmatch(name)} <= set(names):
         return names
     try:
         return dict(get_gguf_hf_weights_map(model, processor))
@@ -93,18 +107,19 @@ def _model_names(path: Path, architecture: str, model: Any, processor: Any, want
         raise SourceError(f"{path}: {error}") from None
 
 
-def decode(header: Header, tensor: str) -> Any:
-    """Return one tensor of a file, float32 with its torch shape, as a numpy array."""
-    entry, data = header.tensors[tensor], header.read(tensor)
+def decode(header: Header, tensor: str, index: int | None = None) -> Any:
+    """Return one tensor of a file, or slice `index` of it, float32 with its torch shape, as a numpy array."""
+    entry, data = header.tensors[tensor], header.read(tensor, index)
+    shape = entry.shape if index is None else entry.shape[1:]
     codec = CODEC_OF.get(entry.type_id)
     if codec is None:
         from gguf import GGMLQuantizationType, dequantize
 
         try:
-            return dequantize(data, GGMLQuantizationType(entry.type_id)).reshape(entry.shape)
+            return dequantize(data, GGMLQuantizationType(entry.type_id)).reshape(shape)
         except NotImplementedError:
             raise SourceError(f"{header.path}: '{tensor}' has the type {entry.type_id}, which quantkit cannot decode.") from None
-    return CODECS[codec].decode(torch.from_numpy(data)).reshape(entry.shape).numpy()
+    return CODECS[codec].decode(torch.from_numpy(data)).reshape(shape).numpy()
 
 
 def load_config(path: Path) -> Any:
