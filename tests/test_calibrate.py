@@ -10,7 +10,7 @@ from conftest import FAMILIES, make_model, make_multimodal
 
 from quantkit.calibrate import SCHEDULES, record, trace_groups, view_block
 from quantkit.loader import Loader
-from quantkit.perplexity import final_states, logits
+from quantkit.perplexity import Text, Window, final_states, logits
 from quantkit.source import resolve
 from quantkit.tensors import LayerStats
 
@@ -32,7 +32,7 @@ def test_replay_equals_forward(family: str, tmp_path: Path) -> None:
     path = build(family, tmp_path / family)
     ids = torch.randint(3, 250, (2, 40), generator=torch.Generator().manual_seed(1))
     loader = load(path)
-    states = final_states(loader, [ids])
+    states = final_states(loader, Text([Window(row, 1) for row in ids], "windows", 40, 0, False))
     loader.materialize(loader.outer_names(head=True))
     ours = logits(loader, ids, states[0])
     cls = transformers.Gemma3ForConditionalGeneration if family == "multimodal" else transformers.AutoModelForCausalLM
