@@ -20,6 +20,7 @@ import typer
 
 from quantkit import __version__, memory
 from quantkit.commands._options import (
+    ConvertOptions,
     DiffOptions,
     EvalOptions,
     ExportOptions,
@@ -130,6 +131,16 @@ def to_hf(model: Model, output: Annotated[Path, typer.Argument(help="Folder to w
     from quantkit.commands import convert
 
     convert.to_hf(model, output, asked)
+
+
+@app.command("convert")
+@flags(ConvertOptions)
+def convert_artifact(model: Model, output: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
+                     asked: ConvertOptions) -> None:  # fmt: skip
+    """Put an artifact's codes into another container, exactly."""
+    from quantkit.commands import convert
+
+    convert.convert(model, output, asked)
 
 
 @app.command("export-gguf")

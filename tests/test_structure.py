@@ -22,7 +22,7 @@ LAYERS = [
     {"formats", "source", "loader", "corpus", "mixture"},
     {"selfwritten", "plan", "importance"},
     {"calibrate", "journal"},
-    {"artifact", "pipeline", "verify", "perplexity", "energy", "export", "inventory"},
+    {"artifact", "pipeline", "verify", "perplexity", "energy", "export", "inventory", "repack"},
     {"report", "report_page"},
     {"commands"},
     {"cli"},
@@ -115,7 +115,10 @@ def test_readme_shows_the_tree() -> None:
 
 def test_readme_names_real_commands_and_flags() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    helps = {name: run_help(name) for name in ("gptq", "rtn", "to-hf", "eval-ppl", "generate", "export-gguf", "imatrix", "inspect", "diff")}
+    helps = {
+        name: run_help(name)
+        for name in ("gptq", "rtn", "to-hf", "eval-ppl", "generate", "export-gguf", "imatrix", "inspect", "diff", "convert")
+    }
     for line in readme.splitlines():
         if match := re.match(r"quantkit ([a-z-]+) ", line):
             for flag in re.findall(r"--[a-z-]+", line.split("#")[0]):

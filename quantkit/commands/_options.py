@@ -105,6 +105,16 @@ class ToHfOptions(SourceOptions):
 
 
 @dataclass(frozen=True)
+class ConvertOptions(SourceOptions):
+    """Options of convert."""
+
+    to: str = option("compressed-tensors", "Container.", choices=("gptq", "compressed-tensors"))
+    max_shard_size: str = option("5GB", "Largest size of one weight file.")
+    force: bool = option(False, "Replace an existing output.")
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+
+
+@dataclass(frozen=True)
 class ExportOptions(DataOptions):
     """Options of export-gguf."""
 

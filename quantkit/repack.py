@@ -1,0 +1,82 @@
+"""An artifact in another container, exactly: the same codes, scales and zero points, one module in memory at a time.
+
+What the other container cannot hold is refused before anything is written; nothing is rounded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.artifact import Piece
+from quantkit.errors import PlanError
+from quantkit.formats import _safetensors as st
+from quantkit.formats._packed import PackedStore
+from quantkit.formats._safetensors import TensorInfo
+from quantkit.loader import Loader, is_conv1d
+from quantkit.pipeline import quant_digest
+from quantkit.tensors import PlanRow, QuantTensor
+
+
+@dataclass
+class Repacked:
+    """What the new artifact holds. rows, notes: a module each; zeros_from_one: no zero point is 0."""
+
+    rows: list[PlanRow]
+    layouts: dict[str, dict[str, TensorInfo]]
+    notes: list[dict[str, Any]]
+    zeros_from_one: bool
+
+
+def plan_repack(loader: Loader, form: Any) -> Repacked:
+    """Read every packed module once and return the plan; a PlanError names the first that `form` cannot hold exactly."""
+    store = loader.source.store
+    if not isinstance(store, PackedStore):
+        raise PlanError(f"{loader.source.name} holds no packed integers; convert is for GPTQ and compressed-tensors artifacts.")
+    found = Repacked([], {}, [], True)
+    for module in store.modules:
+        tensor, weight = store.quant(module), f"{module}.weight"
+        name = loader.names.to_model[weight].removesuffix(".weight")
+        transposed, shape = is_conv1d(loader.model.get_submodule(name)), store.shape(module)
+        if reason := _refusal(form, tensor, shape, transposed):
+            raise PlanError(f"{name} cannot go into {form.name} as it is: {reason}. Quantize the original instead.")
+        found.rows.append(PlanRow(name, weight, shape, "repack", tensor.codec, transposed=transposed))
+        found.layouts[weight] = form.layout(module, shape, tensor.codec, tensor.group_index is not None)
+        found.notes.append({"module": name, "tensor": weight, "sha256": quant_digest(tensor)})
+        found.zeros_from_one &= int(tensor.params["zero"].min()) > 0
+    return found
+
+
+def _refusal(form: Any, tensor: QuantTensor, shape: tuple[int, int], transposed: bool) -> str:
+    codec = tensor.codec
+    if transposed and not form.conv1d:
+        return "no runtime loads Conv1D layers from it"
+    if tensor.group_index is not None and not form.scattered:
+        return "its columns are scattered over groups (g_idx)"
+    if codec.scale_dtype not in form.scale_dtypes:
+        return f"its scales are {codec.scale_dtype}"
+    reason: str = form.refuse(shape, codec)
+    return reason
+
+
+def packer(store: PackedStore, form: Any, found: Repacked) -> Callable[[str, str, TensorInfo], Piece]:
+    """Return a function that makes a Piece of a packed tensor; the last module is kept, its tensors follow each other."""
+    last: tuple[str, dict[str, Tensor]] = ("", {})
+
+    def piece(weight: str, name: str, info: TensorInfo) -> Piece:
+        def data() -> Iterator[bytes | memoryview]:
+            nonlocal last
+            module = weight.removesuffix(".weight")
+            if last[0] != module:
+                last = (module, form.pack(module, store.quant(module)))
+            bits = next(row.codec.bits for row in found.rows if row.tensor == weight)
+            settle = form.settle(name, bits, found.zeros_from_one)
+            value = last[1][name]
+            yield from st.tensor_bytes(settle(value) if settle else value)
+
+        return Piece(name, info, data)
+
+    return piece
