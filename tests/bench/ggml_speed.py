@@ -17,7 +17,7 @@ import torch
 from quantkit.backends import Backend
 from quantkit.codecs import CODECS, GGML_TYPES
 
-ROWS, COLUMNS = 1024, 2048
+ROWS, COLUMNS = 4096, 2048
 
 
 def best(work: Callable[[], object], clock: Callable[[], float], times: int = 3) -> float:
