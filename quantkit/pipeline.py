@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit import memory
 from quantkit.calibrate import Recording, run_block, view_block
 from quantkit.formats.store import SafetensorsStore
 from quantkit.journal import Journal
@@ -65,6 +66,7 @@ def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, sol
             for group, stats in groups:
                 _solve_group(loader, _rows_of(plan, view, group.names), stats, solver, form, tensors, notes, events)
                 del stats  # the next group's come before this name is bound again
+                memory.trim()  # the first solve compiles its kernels, which leaves tens of megabytes behind
         missed = [row for row in plan.packed if row.block == index and row.module not in {note["module"] for note in notes}]
         for row in missed:
             _solve_group(loader, [row], LayerStats(row.shape[1]) if recording else None, solver, form, tensors, notes, events)
