@@ -56,6 +56,7 @@ def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, sol
     if recording and 0 < journal.done < len(loader.blocks) and not journal.read_states(states + exact):
         events.phase(f"recomputing the states after block {journal.done}")
         _replay_stored(loader, plan, recording, form, journal)
+    fresh = True
     for index in range(journal.done, len(loader.blocks)):
         events.block(index, len(loader.blocks))
         loader.materialize(loader.block_names(index))
@@ -66,7 +67,9 @@ def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, sol
             for group, stats in groups:
                 _solve_group(loader, _rows_of(plan, view, group.names), stats, solver, form, tensors, notes, events)
                 del stats  # the next group's come before this name is bound again
-                memory.trim()  # the first solve compiles its kernels, which leaves tens of megabytes behind
+                if fresh:  # the first solve compiles its kernels, which leaves tens of megabytes behind
+                    memory.trim()
+                    fresh = False
         missed = [row for row in plan.packed if row.block == index and row.module not in {note["module"] for note in notes}]
         for row in missed:
             _solve_group(loader, [row], LayerStats(row.shape[1]) if recording else None, solver, form, tensors, notes, events)
