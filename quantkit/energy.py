@@ -7,48 +7,34 @@ than the Hessians of `calibrate` (a vector per input), so all groups of a block 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quantkit.calibrate import Recording, view_block
+from quantkit.importance import Entry
 from quantkit.loader import Loader
 
 
-@dataclass
-class Energy:
-    """sums: float32 [matrices, in], of squares over all rows; counts: float32 [matrices], rows seen by each."""
-
-    sums: Tensor
-    counts: Tensor
-
-    def add(self, rows: Tensor, matrix: int = 0) -> None:
-        """Add inputs, float [..., in]."""
-        flat = rows.detach().reshape(-1, rows.shape[-1]).to(torch.float32)
-        self.sums[matrix] += flat.square().sum(0).cpu()
-        self.counts[matrix] += flat.shape[0]
-
-
 @torch.no_grad()
-def watch_blocks(loader: Loader, recording: Recording) -> Iterator[tuple[int, dict[str, Energy]]]:
+def watch_blocks(loader: Loader, recording: Recording) -> Iterator[tuple[int, dict[str, Entry]]]:
     """Yield (block, energies by module name inside it), in order; afterwards the states are the model's last ones."""
     for index in range(len(loader.blocks)):
         loader.materialize(loader.block_names(index))
         view = view_block(loader, recording, index)
-        found: dict[str, Energy] = {}
+        found: dict[str, Entry] = {}
         handles = []
         for group in view.groups:
-            energy = Energy(torch.zeros(1, group.width), torch.zeros(1))
+            energy = Entry(torch.zeros(1, group.width), torch.zeros(1))
             found |= dict.fromkeys(group.names, energy)
             handles.append(view.module.get_submodule(group.names[0]).register_forward_pre_hook(partial(_see, energy)))
         for name, module in view.module.named_modules():
             if is_expert_stack(module):
                 experts, width = module.down_proj.shape[0], module.down_proj.shape[2]
-                inner = Energy(torch.zeros(experts, width), torch.zeros(experts))
-                outer = Energy(torch.zeros(experts, module.gate_up_proj.shape[2]), torch.zeros(experts))
+                inner = Entry(torch.zeros(experts, width), torch.zeros(experts))
+                outer = Entry(torch.zeros(experts, module.gate_up_proj.shape[2]), torch.zeros(experts))
                 found |= {f"{name}.gate_up_proj": outer, f"{name}.down_proj": inner}
                 handles.append(module.register_forward_pre_hook(partial(_see_experts, outer, inner)))
         try:
@@ -61,8 +47,8 @@ def watch_blocks(loader: Loader, recording: Recording) -> Iterator[tuple[int, di
         yield index, found
 
 
-def _see(energy: Energy, module: nn.Module, args: tuple[Any, ...]) -> None:
-    energy.add(args[0])
+def _see(energy: Entry, module: nn.Module, args: tuple[Any, ...]) -> None:
+    energy.see(args[0])
 
 
 def is_expert_stack(module: Any) -> bool:
@@ -71,12 +57,12 @@ def is_expert_stack(module: Any) -> bool:
     return hasattr(module, "act_fn") and all(isinstance(stack, nn.Parameter) and stack.dim() == 3 for stack in stacks)
 
 
-def _see_experts(outer: Energy, inner: Energy, module: Any, args: tuple[Any, ...]) -> None:
+def _see_experts(outer: Entry, inner: Entry, module: Any, args: tuple[Any, ...]) -> None:
     """Add each expert's tokens, and what its gate and up make of them; args: hidden [tokens, in], experts [tokens, k], ..."""
     hidden, chosen = args[0].reshape(-1, args[0].shape[-1]), args[1].reshape(-1, args[1].shape[-1])
     for expert in range(len(outer.counts)):
         rows = hidden[(chosen == expert).any(1)]
         if len(rows):
-            outer.add(rows, expert)
+            outer.see(rows, expert)
             gate, up = nn.functional.linear(rows, module.gate_up_proj[expert]).chunk(2, dim=-1)
-            inner.add(module.act_fn(gate) * up, expert)
+            inner.see(module.act_fn(gate) * up, expert)

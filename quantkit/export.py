@@ -22,7 +22,7 @@ from quantkit.codecs import CODECS, GGML_TYPES
 from quantkit.errors import PlanError, SourceError, StrictError, VerifyError, name_list
 from quantkit.families import GgufFamily, gguf_family
 from quantkit.formats import gguf, gguf_keys, gguf_vocab, gguf_write
-from quantkit.formats._gguf import read_header
+from quantkit.formats._gguf import add_key, read_header
 from quantkit.formats.gguf_tensors import GgufTensor, map_tensors, slices
 from quantkit.importance import Importance, match
 from quantkit.loader import require_finite
@@ -175,18 +175,16 @@ def _add_general(writer: Any, source: Source) -> None:
 
 
 def _copy_general(writer: Any, store: gguf.GgufStore) -> None:
-    from gguf import GGUFValueType
-
     skip = ("general.architecture", "general.file_type", "general.quantization_version", "general.alignment", "general.type")
     for name, key in store.header.keys.items():
         if name.startswith("general.") and name not in skip:
-            writer.add_key_value(name, key.value, GGUFValueType(key.kind), sub_type=key.element and GGUFValueType(key.element))
+            add_key(writer, name, key)
 
 
-def write(plan: ExportPlan, writer: Any, output: Path, backend: Backend, done: Callable[[str], None]) -> list[Path]:
-    """Write the files and return their paths, verified; writer: `make_writer`'s."""
+def write(plan: ExportPlan, writer: Any, output: Path, backend: Backend, threads: int, done: Callable[[str], None]) -> list[Path]:
+    """Write the files and return their paths, verified; writer: `make_writer`'s; backend: of one thread, the pool has `threads`."""
     choices = {choice.name: choice for choice in plan.choices}
-    with ThreadPoolExecutor(backend.threads) as pool:
+    with ThreadPoolExecutor(threads) as pool:
 
         def data(name: str) -> Iterator[Any]:
             yield from encode(plan, choices[name], backend, pool)
@@ -199,8 +197,7 @@ def write(plan: ExportPlan, writer: Any, output: Path, backend: Backend, done: C
 def encode(plan: ExportPlan, choice: Choice, backend: Backend, pool: ThreadPoolExecutor) -> Iterator[Any]:
     """Yield a tensor's bytes, a run of rows at a time; the pool widens, checks and encodes them in small chunks."""
     tensor, codec = plan.tensors[choice.name], CODECS[choice.type]
-    encoder = Backend(backend.device, 1, backend.reference).op(choice.type, codec.encode)
-    backend.op(choice.type, codec.encode)  # for its report of kernels
+    encoder = backend.op(choice.type, codec.encode)
     entry = plan.importance.entries.get(choice.name) if plan.importance and codec.weighted else None
     matrix = 0
     for part in slices(tensor, plan.source.store.read):

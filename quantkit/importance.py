@@ -38,6 +38,12 @@ class Entry:
         count = float(self.counts[matrix])
         return self.sums[matrix] / count if count > 0 else torch.ones_like(self.sums[matrix])
 
+    def see(self, rows: Tensor, matrix: int = 0) -> None:
+        """Add inputs of a matrix, float [..., in]."""
+        flat = rows.detach().reshape(-1, rows.shape[-1]).to(torch.float32)
+        self.sums[matrix] += flat.square().sum(0).cpu()
+        self.counts[matrix] += flat.shape[0]
+
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Tell whether it is of a weight with this shape."""
         matrices = shape[0] if len(shape) == 3 else 1

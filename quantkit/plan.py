@@ -87,8 +87,7 @@ def make_plan(loader: Loader, method: str, options: Any, form: Any, dtype: str, 
     }
     store = loader.source.store
     kept = {name: kept_info(loader.info(name), dtype) for name in store.names() if name not in packed}
-    inside = {row.module for row in rows}
-    ignore = [n for n, m in loader.model.named_modules() if isinstance(m, nn.Linear) and n not in inside]
+    ignore = linears_outside(loader, rows)
     before = sum(store.info(name).nbytes for name in store.names())
     plan = Plan(rows, kept, layouts, ignore, before)
     plan.runtimes = runtimes([(row.codec, row.shape) for row in plan.packed], form.name, scattered)
@@ -96,6 +95,12 @@ def make_plan(loader: Loader, method: str, options: Any, form: Any, dtype: str, 
         lines = [f"{row.module} {list(row.shape)}: {row.reason}" for row in plan.fallbacks]
         raise StrictError(f"--strict: {len(lines)} weights cannot have the codec asked for: {'; '.join(lines[:8])}.")
     return plan
+
+
+def linears_outside(loader: Loader, rows: list[PlanRow]) -> list[str]:
+    """Return the linear layers that no row is about, such as the head."""
+    inside = {row.module for row in rows}
+    return [name for name, module in loader.model.named_modules() if isinstance(module, nn.Linear) and name not in inside]
 
 
 def kept_info(info: TensorInfo, dtype: str) -> TensorInfo:

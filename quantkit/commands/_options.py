@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from quantkit.errors import UsageError
 from quantkit.methods._options import option
@@ -46,6 +47,11 @@ class DataOptions(SourceOptions):
         for name in ("samples", "seq_len"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} cannot be: at least 1.")
+
+    @property
+    def origin(self) -> str:
+        """Where the data came from, without a path of this machine."""
+        return Path(self.calibration).name if "/" in self.calibration else self.calibration
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ import shutil
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from quantkit import __version__, artifact
 from quantkit.commands._options import ConvertOptions, ToHfOptions, parse_size
 from quantkit.errors import PlanError, SourceError
 from quantkit.formats import FORMATS
 from quantkit.loader import Loader
-from quantkit.plan import kept_info
+from quantkit.plan import kept_info, linears_outside
 from quantkit.repack import packer, plan_repack
 from quantkit.report import Eye, mib, print_json
 from quantkit.source import resolve
@@ -80,9 +79,7 @@ def convert(model: str, output: Path, asked: ConvertOptions) -> None:
         try:
             pieces = artifact.pieces_of(loader, kept, found.layouts, packer(source.store, form, found))  # type: ignore[arg-type]
             artifact.write_shards(partial, pieces, min(parse_size(asked.max_shard_size, "--max-shard-size"), max(total, 1)))
-            inside = {row.module for row in found.rows}
-            ignore = [name for name, module in loader.model.named_modules() if isinstance(module, nn.Linear) and name not in inside]
-            options = {"quantizer": f"quantkit:{__version__}", "ignore": ignore}
+            options = {"quantizer": f"quantkit:{__version__}", "ignore": linears_outside(loader, found.rows)}
             config = form.config(found.rows, options, found.zeros_from_one)
             carried, notices = artifact.write_side_files(loader, partial, config, "auto")
             for text in notices:

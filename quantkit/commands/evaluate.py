@@ -115,20 +115,20 @@ def _kept_states(loader: Loader, text: Text, asked: EvalOptions, eye: Eye, scrat
 
     The head makes logits of them: a hundred times less to keep than the logits, and exact.
     """
-    path = Path(asked.save_logits) if asked.save_logits else None
-    digest = hashlib.sha256(loader.source.fingerprint().encode()) if path else hashlib.sha256()
+    if not asked.save_logits:
+        return perplexity.final_states(loader, text, eye.block, scratch)
+    path, digest = Path(asked.save_logits), hashlib.sha256(loader.source.fingerprint().encode())
     for window in text.windows:
         digest.update(window.ids.numpy().tobytes())
     mark = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
-    if path is not None and path.exists():
+    if path.exists():
         entries = st.read_header(path)
         if "mark" not in entries or not torch.equal(st.read_tensor(path, entries["mark"]), mark):
             raise UsageError(f"{path} was saved for another reference, text or protocol. Remove it, or name another --save-logits.")
         eye.phase(f"using {path}")
         return [st.read_tensor(path, entries[f"states.{i}"]) for i in range(len(entries) - 1)]
     states = perplexity.final_states(loader, text, eye.block, scratch)
-    if path is not None:
-        st.write_file(path, {"mark": mark, **{f"states.{i}": state for i, state in enumerate(states)}})
+    st.write_file(path, {"mark": mark, **{f"states.{i}": state for i, state in enumerate(states)}})
     return states
 
 

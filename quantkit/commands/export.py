@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from quantkit import corpus, export, importance, memory
 from quantkit.backends import Backend
 from quantkit.calibrate import record
-from quantkit.codecs import GGML_TYPES
+from quantkit.codecs import CODECS, GGML_TYPES
 from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import DataOptions, ExportOptions, ImatrixOptions
 from quantkit.energy import watch_blocks
@@ -85,7 +85,7 @@ def _matrix(source: Source, asked: ExportOptions, eye: Eye) -> Importance | None
 
 
 def _write(plan: ExportPlan, writer: Any, output: Path, asked: ExportOptions, eye: Eye) -> dict[str, Any]:
-    backend = Backend(torch.device("cpu"), torch.get_num_threads(), asked.reference)
+    backend, threads = Backend(torch.device("cpu"), 1, asked.reference), torch.get_num_threads()
     torch.set_num_threads(1)  # the pool's threads are the parallelism
     eye.phase(f"writing {len(plan.choices)} tensors, compiling kernels on their first use")
     done: list[str] = []
@@ -95,9 +95,9 @@ def _write(plan: ExportPlan, writer: Any, output: Path, asked: ExportOptions, ey
         eye.count(len(done), len(plan.choices))
 
     try:
-        paths = export.write(plan, writer, output, backend, step)
+        paths = export.write(plan, writer, output, backend, threads, step)
     finally:
-        torch.set_num_threads(backend.threads)
+        torch.set_num_threads(threads)
     if asked.modelfile:
         path = output.resolve().with_name("Modelfile")
         path.write_text(modelfile(plan, paths[0].name), encoding="utf-8")
@@ -135,8 +135,6 @@ def _print_plan(eye: Eye, plan: ExportPlan, total: int) -> None:
 
 
 def _ideal(choice: Any) -> float:
-    from quantkit.codecs import CODECS
-
     return float(torch.Size(choice.shape).numel() * CODECS[choice.wanted].bits_per_weight / 8)
 
 
@@ -185,6 +183,5 @@ def compute(source: Source, asked: DataOptions, device: str, batch: int, eye: Ey
         eye.count(index + 1, len(loader.blocks))
         for module, energy in found.items():
             for name in sorted({name for weight in loader.sources_of(f"{loader.block_name(index)}.{module}") for name in names[weight]}):
-                entries[name] = Entry(energy.sums, energy.counts)
-    origin = asked.calibration if "/" not in asked.calibration else Path(asked.calibration).name
-    return Importance(entries, length, len(tokens.rows), [origin], "computed")
+                entries[name] = replace(energy)  # an entry of its own: merging rebinds its sums
+    return Importance(entries, length, len(tokens.rows), [asked.origin], "computed")

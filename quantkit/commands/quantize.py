@@ -173,7 +173,7 @@ def _settings(job: Job, tokens: corpus.Tokens | None, schedule: str, batch: int)
         "calibration": None
         if tokens is None
         else {
-            "origin": asked.calibration if "/" not in asked.calibration else Path(asked.calibration).name,
+            "origin": asked.origin,
             "samples": len(tokens.rows),
             "seq_len": tokens.rows.shape[1],
             "seed": asked.seed,

@@ -75,6 +75,20 @@ class Header:
         return data.reshape(max(math.prod(entry.shape[:-1]) // count, 1), -1)
 
 
+def add_key(writer: Any, name: str, key: Key) -> None:
+    """Add a key that was read to the gguf package's writer, as it is: text as its bytes, since a token need not be UTF-8."""
+    from gguf import GGUFValueType
+
+    element = None if key.element is None else GGUFValueType(key.element)
+    writer.add_key_value(name, _raw(key.value), GGUFValueType(key.kind), sub_type=element)
+
+
+def _raw(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_raw(item) for item in value]
+    return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
+
+
 class _Cursor:
     """Reads forward in a buffer and never past its end."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.codecs import CODECS, GGML_TYPES
 from quantkit.errors import SourceError
 from quantkit.formats import _safetensors as st
-from quantkit.formats._gguf import Header, read_header
+from quantkit.formats._gguf import Header, add_key, read_header
 from quantkit.formats._safetensors import TensorInfo
 
 CODEC_OF = {CODECS[name].type_id: name for name in GGML_TYPES}
@@ -149,14 +149,13 @@ def load_config(path: Path) -> Any:
 def _write_sketch(header: Header, path: Path) -> None:
     """Write the file's settings and tensor names without its tokens and data, whose parsing takes the gguf package long."""
     import numpy as np
-    from gguf import GGUFValueType, GGUFWriter
+    from gguf import GGUFWriter
 
     writer = GGUFWriter(str(path), str(header.get("general.architecture", "")))
     for name, key in header.keys.items():
-        if name not in ("general.architecture", "general.alignment") and not (isinstance(key.value, list) and len(key.value) > LONG):
-            element = None if key.element is None else GGUFValueType(key.element)
-            if key.value != []:
-                writer.add_key_value(name, key.value, GGUFValueType(key.kind), sub_type=element)
+        elements = len(key.value) if isinstance(key.value, list) else 1
+        if name not in ("general.architecture", "general.alignment") and 0 < elements <= LONG:
+            add_key(writer, name, key)
     for tensor in header.tensors:
         writer.add_tensor(tensor, np.zeros(1, np.float32))
     writer.write_header_to_file()

@@ -18,7 +18,7 @@ from quantkit.corpus import bos_prefix
 from quantkit.errors import PlanError, SourceError
 from quantkit.families import GgufFamily
 from quantkit.formats import _sentencepiece as sp
-from quantkit.formats._gguf import Header
+from quantkit.formats._gguf import Header, add_key
 from quantkit.formats.gguf_tokenizer import BYTE_LEVEL, SINGLE_DIGITS, SPLITS
 
 LOOKS_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
@@ -260,12 +260,9 @@ def _chat_template(folder: Path, notices: list[str]) -> Any:
 
 def copy_vocabulary(writer: Any, header: Header) -> None:
     """Add the tokenizer's keys of another GGUF file as they are."""
-    from gguf import GGUFValueType
-
     for name, key in header.keys.items():
         if name.startswith("tokenizer."):
-            element = None if key.element is None else GGUFValueType(key.element)
-            writer.add_key_value(name, _raw(key.value), GGUFValueType(key.kind), sub_type=element)
+            add_key(writer, name, key)
 
 
 def save_extras(header: Header, folder: Path) -> None:
@@ -281,12 +278,8 @@ def save_extras(header: Header, folder: Path) -> None:
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if header.get("tokenizer.ggml.model") == "llama":
         tokens, scores, kinds = (header.get(f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type"))
-        pieces = [sp.Piece(_raw(token), score, kind) for token, score, kind in zip(tokens, scores, kinds, strict=True)]
+        pieces = [
+            sp.Piece(token.encode("utf-8", "surrogateescape"), score, kind)
+            for token, score, kind in zip(tokens, scores, kinds, strict=True)
+        ]
         sp.write_pieces(folder / "tokenizer.model", pieces, bool(header.get("tokenizer.ggml.add_space_prefix", True)))
-
-
-def _raw(value: Any) -> Any:
-    """Return text as the bytes that were read: a token need not be UTF-8."""
-    if isinstance(value, list):
-        return [_raw(item) for item in value]
-    return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
