@@ -11,11 +11,12 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import OutputError, ResumeError
+from quantkit.errors import OutputError, ResumeError, SourceError
 from quantkit.formats import _safetensors as st
 from quantkit.formats import gguf_vocab
 from quantkit.formats._safetensors import TensorInfo
@@ -112,6 +113,21 @@ def write_shards(partial: Path, pieces: list[Piece], max_bytes: int, journal: Jo
         total = sum(piece.info.nbytes for piece in pieces)
         write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
     return where
+
+
+@contextmanager
+def fresh_folder(partial: Path, pieces: list[Piece], shard_bytes: Callable[[int], int]) -> Iterator[int]:
+    """Write the shards of a conversion into a new folder and yield their bytes; what fails leaves nothing, as a conversion is cheap."""
+    total = sum(piece.info.nbytes for piece in pieces)
+    shutil.rmtree(partial, ignore_errors=True)
+    require_disk(partial.parent, total, "The output")
+    partial.mkdir()
+    try:
+        write_shards(partial, pieces, shard_bytes(total))
+        yield total
+    except (SourceError, OSError):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _write_shard(path: Path, shard: list[Piece]) -> None:

@@ -13,7 +13,6 @@ are complete, let the caller edit the group's weights, and go on:
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -228,8 +227,7 @@ def view_block(loader: Loader, recording: Recording, index: int) -> BlockView:
     def replay(module: nn.Module, hidden: Tensor, batch: int) -> Tensor:
         return run_block(module, hidden.to(loader.device), recording.calls[batch][index]).cpu()
 
-    exact = copy.deepcopy(block) if recording.exact else None
-    return BlockView(index, loader.block_name(index), block, groups, replay, exact, recording.rest)
+    return BlockView(index, loader.block_name(index), block, groups, replay, None, recording.rest)
 
 
 class _Lane:
@@ -285,10 +283,11 @@ class _Lane:
 Groups = Iterator[tuple[InputGroup, LayerStats]]
 
 
-def one_pass(view: BlockView, states: list[Tensor], exact: list[Tensor], device: torch.device) -> Groups:
+def one_pass(view: BlockView, states: list[Tensor], exact: list[Tensor], device: torch.device, tiles: bool = False) -> Groups:
     """Yield each input group when all batches have reached it; afterwards `states` holds the block's outputs.
 
     exact: the unquantized model's states for the first batches; they run through `view.exact` in step with the others.
+    tiles: whether only the diagonal tiles of the Hessians are wanted.
     """
     by_thread: dict[int, _Lane] = {}
 
@@ -309,7 +308,7 @@ def one_pass(view: BlockView, states: list[Tensor], exact: list[Tensor], device:
         if view.exact is not None:
             twins = [_Lane(partial(work, view.exact, state, batch)) for batch, state in enumerate(exact)]
         for group in view.groups:
-            stats = LayerStats(group.width, device)
+            stats = LayerStats(group.width, device, tiles)
             for batch, lane in enumerate(lanes):
                 inputs = _step(lane, view, group)
                 stats.add(inputs)
@@ -340,9 +339,9 @@ def _step(lane: _Lane, view: BlockView, group: InputGroup) -> Tensor:
 
 
 @torch.no_grad()
-def two_pass(view: BlockView, states: list[Tensor], exact: list[Tensor], device: torch.device) -> Groups:
+def two_pass(view: BlockView, states: list[Tensor], exact: list[Tensor], device: torch.device, tiles: bool = False) -> Groups:
     """Yield each input group with statistics taken on the unquantized block; then replay for the outputs."""
-    stats = {group: LayerStats(group.width, device) for group in view.groups}
+    stats = {group: LayerStats(group.width, device, tiles) for group in view.groups}
     seen: dict[InputGroup, Tensor] = {}
 
     def see(group: InputGroup, module: nn.Module, args: tuple[Any, ...]) -> None:

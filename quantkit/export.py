@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from quantkit.backends import Backend
-from quantkit.codecs import CODECS, GGML_TYPES
+from quantkit.codecs import CODECS, GGML_TYPES, rounded
+from quantkit.codecs.affine import Affine
 from quantkit.errors import PlanError, SourceError, StrictError, VerifyError, name_list
 from quantkit.families import GgufFamily, gguf_family
 from quantkit.formats import gguf, gguf_keys, gguf_vocab, gguf_write
 from quantkit.formats._gguf import add_key, read_header
+from quantkit.formats._packed import PackedStore
 from quantkit.formats.gguf_tensors import GgufTensor, map_tensors, slices
+from quantkit.formats.store import TensorStore
 from quantkit.importance import Importance, match
 from quantkit.loader import require_finite
 from quantkit.mixture import Choice, Facts, Policy, Wishes, choose
@@ -33,6 +36,7 @@ from quantkit.source import Source
 CHUNK = 1 << 16
 RUN = 1 << 24  # elements written at a time
 HALF_MAX = 65504.0
+EXACT = {"Q4_0": 4, "Q8_0": 8}  # types whose blocks are groups of 32 integers with a float16 scale
 TYPE_IDS = {name: int(CODECS[name].type_id) for name in GGML_TYPES}
 # Below this no scale of a block comes near the largest float16, whatever the search.
 SAFE = 30000.0
@@ -197,6 +201,9 @@ def write(plan: ExportPlan, writer: Any, output: Path, backend: Backend, threads
 def encode(plan: ExportPlan, choice: Choice, backend: Backend, pool: ThreadPoolExecutor) -> Iterator[Any]:
     """Yield a tensor's bytes, a run of rows at a time; the pool widens, checks and encodes them in small chunks."""
     tensor, codec = plan.tensors[choice.name], CODECS[choice.type]
+    if (stored := held_exactly(plan.source.store, tensor, choice.type)) is not None:
+        yield from _carry(tensor, choice.type, stored)
+        return
     encoder = backend.op(choice.type, codec.encode)
     entry = plan.importance.entries.get(choice.name) if plan.importance and codec.weighted else None
     matrix = 0
@@ -208,6 +215,38 @@ def encode(plan: ExportPlan, choice: Choice, backend: Backend, pool: ThreadPoolE
             for start in range(0, rows.shape[0], step):
                 held = partial(_require_held, choice=choice, tensor=tensor, start=start)
                 yield _encode_run(rows[start : start + step], partial(encoder, importance=weight), codec, held, pool).numpy().data
+
+
+def held_exactly(store: TensorStore, tensor: GgufTensor, kind: str) -> PackedStore | None:
+    """Return the store if what it packs of a tensor are blocks of this type already: symmetric groups of 32 with float16 scales."""
+    if not isinstance(store, PackedStore) or kind not in EXACT or tensor.transposed or tensor.shift or not tensor.sources:
+        return None
+    if not all(store.is_packed(source) for source in tensor.sources):
+        return None
+    for source in tensor.sources:
+        packed = store.quant(source.removesuffix(".weight"))
+        if packed.codec != Affine(EXACT[kind], 32, True, "float16") or packed.group_index is not None:
+            return None
+    return store
+
+
+def _carry(tensor: GgufTensor, kind: str, store: PackedStore) -> Iterator[Any]:
+    """Yield a tensor's blocks with the codes and scales of the source, its rows in the file's order."""
+    for source in tensor.sources:
+        packed, one = store.quant(source.removesuffix(".weight")), replace(tensor, sources=(source,))
+        codes, scale = (next(slices(one, lambda name, part=part: part)) for part in (packed.codes, packed.params["scale"]))
+        yield rounded.from_codes(kind, codes, scale).numpy().data
+
+
+def carries(plan: ExportPlan) -> bool:
+    """Tell whether every packed weight of the source comes into the file as it is."""
+    store = plan.source.store
+    if not isinstance(store, PackedStore):
+        return False
+    packed = [
+        c for c in plan.choices if any(source in store.names() and store.is_packed(source) for source in plan.tensors[c.name].sources)
+    ]
+    return all(held_exactly(store, plan.tensors[choice.name], choice.type) for choice in packed)
 
 
 def _encode_run(run: Tensor, encoder: Callable[..., Tensor], codec: Any, held: Callable[..., None], pool: ThreadPoolExecutor) -> Tensor:

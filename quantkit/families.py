@@ -25,6 +25,9 @@ FAMILIES: dict[str, Family] = {}
 # Routers decide which expert runs: an error there is not small. Names as transformers gives them.
 KEEP_ALWAYS = (r"\.(gate|router|shared_expert_gate)$",)
 
+# Linears that vLLM and SGLang make one of: they must agree in scheme and in scales per tensor.
+FUSED_AT_RUN_TIME = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
 
 def family(model_type: str) -> Family:
     """Return the row of a model type, or an empty one: most need none."""

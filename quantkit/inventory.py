@@ -67,8 +67,7 @@ def _packed(store: PackedStore, name: str) -> Item:
     held = set(store.inner.names())
     nbytes = sum(store.inner.info(module + suffix).nbytes for suffix in store.suffixes if module + suffix in held)
     codec, scattered = tensor.codec, tensor.group_index is not None
-    group = "whole rows" if codec.group == -1 else f"groups of {codec.group}"
-    words = f"{codec.bits} bits, {group}, {'symmetric' if codec.symmetric else 'asymmetric'}{', g_idx' if scattered else ''}"
+    words = codec.label + (", g_idx" if scattered else "")
     return Item(name, store.shape(module), words, nbytes, codec, scattered)
 
 

@@ -78,11 +78,12 @@ class Journal:
         """Return the path of a block's part file; it is gone once its tensors are in a shard."""
         return self.folder / f"{index:05d}.safetensors"
 
-    def commit(self, tensors: dict[str, Tensor], notes: list[dict[str, Any]], states: list[Tensor] | None) -> None:
+    def commit(self, tensors: dict[str, Tensor], notes: list[dict[str, Any]], states: list[Tensor] | None,
+               folds: list[dict[str, Any]]) -> None:  # fmt: skip
         """Record the next block; its JSON's rename is the moment it counts."""
         index = self.done
         st.write_file(self.part(index), tensors)
-        record = {"part": _digest(self.part(index)), "notes": notes, "states": None}
+        record = {"part": _digest(self.part(index)), "notes": notes, "folds": folds, "tensors": list(tensors), "states": None}
         if states is not None and self.keep_states:
             record["states"] = self._write_states(index % 2, states)
         _write_json(self.folder / f"{index:05d}.json", record)
@@ -116,6 +117,14 @@ class Journal:
     def notes(self) -> list[dict[str, Any]]:
         """Return the notes of all committed blocks, one per quantized module."""
         return [note for record in self.records for note in record["notes"]]
+
+    def folds(self) -> list[dict[str, Any]]:
+        """Return the notes of all committed blocks on the scales folded into them."""
+        return [{"block": index, **note} for index, record in enumerate(self.records) for note in record["folds"]]
+
+    def held(self) -> dict[str, int]:
+        """Return the block of every tensor in the part files."""
+        return {name: index for index, record in enumerate(self.records) for name in record["tensors"]}
 
     def drop_states(self) -> None:
         """Delete the states: the last block is done."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.codecs._activations import RoundedInputs
 from quantkit.errors import PlanError, SourceError, UsageError, name_list
 from quantkit.families import family
 from quantkit.formats._experts import EXPERT, PARTS
@@ -190,6 +191,19 @@ class Loader:
             for key, buffer in module.named_buffers(recurse=False):
                 if not buffer.is_meta:
                     module.register_buffer(key, buffer.to(device), persistent=key not in module._non_persistent_buffers_set)
+
+        self._round_inputs()
+
+    def _round_inputs(self) -> None:
+        """Let the linears of an artifact that rounds its inputs at run time do so here."""
+        store = self.source.store
+        if not isinstance(store, PackedStore):
+            return
+        for module in store.modules:
+            found, name = store.activation(module), self.names.to_model.get(f"{module}.weight")
+            if found is not None and name is not None:
+                linear = self.model.get_submodule(name.removesuffix(".weight"))
+                linear.forward = RoundedInputs(linear, found[0], None if found[1] is None else found[1].to(self.device))
 
     def block_name(self, index: int) -> str:
         """Return the full module name of a block."""

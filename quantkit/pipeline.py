@@ -1,4 +1,4 @@
-"""THE loop over blocks: load, replay, solve, pack, record, free.
+"""THE loop over blocks: load, replay, transform, solve, pack, record, free.
 
 Hidden states entering the next block come from the stored (rounded) parameters, never from the solver's floats: each
 group's weights are replaced by their dequantized form before its outputs are computed.
@@ -6,10 +6,12 @@ group's weights are replaced by their dequantized form before its outputs are co
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +19,13 @@ from torch import Tensor, nn
 
 from quantkit import memory
 from quantkit.calibrate import Recording, run_block, view_block
+from quantkit.codecs._activations import RoundedInputs
+from quantkit.folds import Folds, fold_block
+from quantkit.formats._safetensors import DTYPES
 from quantkit.formats.store import SafetensorsStore
 from quantkit.journal import Journal
 from quantkit.loader import Loader
-from quantkit.plan import Plan
+from quantkit.plan import Plan, describe_codec, fused_sets
 from quantkit.source import READERS
 from quantkit.tensors import BlockView, InputGroup, LayerStats, PlanRow, QuantTensor
 
@@ -43,14 +48,31 @@ class Events:
         """Something the user should know."""
 
 
+@dataclass(frozen=True)
+class Passes:
+    """What is done to each block: its float weights are scaled (None: they are not), then a solver rounds them (None: it does not)."""
+
+    scaler: Any
+    solver: Any
+    schedule: Schedule
+
+
 def without_data(view: BlockView, states: list[Tensor], exact: list[Tensor], device: torch.device) -> Iterator[tuple[InputGroup, None]]:
     """The schedule of solvers that need no statistics: every linear by itself."""
     for group in view.groups:
         yield group, None
 
 
-def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, solver: Any, form: Any, journal: Journal,
-                    schedule: Schedule, events: Events) -> None:  # fmt: skip
+@torch.no_grad()
+def outputs_only(view: BlockView, states: list[Tensor], exact: list[Tensor], device: torch.device) -> Iterator[tuple[InputGroup, None]]:
+    """The schedule without a solver: the block's outputs, and no group to solve."""
+    for batch, state in enumerate(states):
+        state.copy_(view.replay(view.module, state, batch))
+    yield from ()
+
+
+def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, passes: Passes, form: Any, journal: Journal,
+                    events: Events) -> None:  # fmt: skip
     """Quantize every block that the journal does not hold yet, in order, one in memory at a time."""
     states, exact = (recording.states, recording.exact) if recording else ([], [])
     if recording and 0 < journal.done < len(loader.blocks) and not journal.read_states(states + exact):
@@ -63,25 +85,70 @@ def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, sol
         view = view_block(loader, recording, index) if recording else _bare_view(loader, index)
         tensors: dict[str, Tensor] = {}
         notes: list[dict[str, Any]] = []
-        with closing(schedule(view, states, exact, loader.device)) as groups:  # type: ignore[type-var]
+        folds = _scale(loader, plan, recording, passes.scaler, view) if recording and passes.scaler else Folds()
+        view.exact = copy.deepcopy(view.module) if exact else None
+        inputs = _round_inputs(loader, plan, index)
+        with closing(passes.schedule(view, states, exact, loader.device)) as groups:  # type: ignore[type-var]
             for group, stats in groups:
-                _solve_group(loader, _rows_of(plan, view, group.names), stats, solver, form, tensors, notes, events)
+                _solve_group(loader, _rows_of(plan, view, group.names), stats, passes.solver, form, tensors, notes, events)
+                for note in notes[-len(group.names) :]:
+                    if (
+                        note["module"] in inputs
+                        and (scale := tensors.get(f"{note['tensor'].removesuffix('.weight')}.input_scale")) is not None
+                    ):
+                        inputs[note["module"]].scale = scale
                 del stats  # the next group's come before this name is bound again
                 if fresh:  # the first solve compiles its kernels, which leaves tens of megabytes behind
                     memory.trim()
                     fresh = False
         missed = [row for row in plan.packed if row.block == index and row.module not in {note["module"] for note in notes}]
         for row in missed:
-            _solve_group(loader, [row], LayerStats(row.shape[1]) if recording else None, solver, form, tensors, notes, events)
+            _solve_group(loader, [row], LayerStats(row.shape[1]) if recording else None, passes.solver, form, tensors, notes, events)
+        packed = {row.tensor for row in plan.packed}
+        edited = {loader.names.to_source[name]: loader.model.get_parameter(name) for name in folds.changed}
+        tensors |= {name: value.data.to(DTYPES[plan.kept[name].dtype]).cpu() for name, value in edited.items() if name not in packed}
         last = index == len(loader.blocks) - 1
-        journal.commit(tensors, notes, states + exact if recording and not last else None)
+        journal.commit(tensors, notes, states + exact if recording and not last else None, folds.notes)
+        for name in inputs:
+            del loader.model.get_submodule(name).forward
         loader.release(loader.block_names(index))
     journal.drop_states()
 
 
+def _round_inputs(loader: Loader, plan: Plan, index: int) -> dict[str, RoundedInputs]:
+    """Let a block's linears read their inputs as the runtime will; static scales come when their group is solved."""
+    inputs = {}
+    for row in plan.packed:
+        if row.block == index and row.codec.activation is not None:
+            module = loader.model.get_submodule(row.module)
+            inputs[row.module] = module.forward = RoundedInputs(module, row.codec.activation)
+    return inputs
+
+
+def _scale(loader: Loader, plan: Plan, recording: Recording, scaler: Any, view: BlockView) -> Folds:
+    """Fold the scaler's scales into a block; its kept tensors then hold what they will on disk."""
+    codecs = {row.module.removeprefix(f"{view.name}."): row.codec for row in plan.rows if row.block == view.index and row.codec}
+    probe = (recording.probe_state.to(loader.device), recording.probe_calls[view.index])
+
+    def stored(name: str) -> torch.dtype:
+        info = plan.kept.get(loader.names.to_source[f"{view.name}.{name}"])
+        return DTYPES[info.dtype] if info else torch.float32
+
+    folds = fold_block(view, recording.states, probe, scaler, codecs, stored)
+    for name in folds.changed:
+        value = view.module.get_parameter(name).data
+        value.copy_(value.to(stored(name)))
+    return Folds([f"{view.name}.{name}" for name in folds.changed], folds.notes)
+
+
 def _bare_view(loader: Loader, index: int) -> BlockView:
-    groups = [InputGroup((name,), 0) for name in loader.linears(index)]
-    return BlockView(index, loader.block_name(index), loader.blocks[index], groups, lambda module, hidden, batch: hidden)
+    names = list(loader.linears(index))
+    groups = {name: InputGroup((name,), 0) for name in names}
+    for fused in fused_sets(names):
+        groups |= dict.fromkeys(fused, InputGroup(tuple(fused), 0))
+    return BlockView(
+        index, loader.block_name(index), loader.blocks[index], list(dict.fromkeys(groups.values())), lambda module, hidden, batch: hidden
+    )
 
 
 def _rows_of(plan: Plan, view: BlockView, names: tuple[str, ...]) -> list[PlanRow]:
@@ -94,12 +161,16 @@ def _solve_group(loader: Loader, rows: list[PlanRow], stats: LayerStats | None, 
                  notes: list[dict[str, Any]], events: Events) -> None:  # fmt: skip
     """Solve the weights of one input group, put the stored values into the block, and pack them."""
     factors: dict[Any, Any] = {}
+    shared = {row.codec: solver.share([weight_of(loader.model.get_submodule(r.module), r) for r in rows], row.codec) for row in rows}
     for row in rows:
         began = time.perf_counter()
         if row.codec not in factors and stats is not None:
             factors[row.codec] = solver.prepare(stats, row.codec)
         module = loader.model.get_submodule(row.module)
-        result, note = solver.solve(weight_of(module, row), factors.get(row.codec), row.codec)
+        result, note = solver.solve(weight_of(module, row), factors.get(row.codec), row.codec, shared[row.codec])
+        if (activation := row.codec.activation) is not None and activation.static:
+            assert stats is not None
+            result.params["input_scale"] = activation.static_scale(stats.peak)
         put_weight(module, row, result)
         tensors |= {name: value.cpu() for name, value in form.pack(row.tensor.removesuffix(".weight"), result).items()}
         notes.append(describe(row, result, note))
@@ -123,23 +194,24 @@ def describe(row: PlanRow, result: QuantTensor, note: Any) -> dict[str, Any]:
     return {
         "module": row.module,
         "tensor": row.tensor,
+        **describe_codec(row.codec),
         "bits": row.codec.bits,
-        "group": row.codec.group,
-        "symmetric": row.codec.symmetric,
+        "grid": row.codec.label,
         "error": note.error,
         "damp": note.damp,
         "tokens": note.tokens,
         "dead": note.dead,
         "fallback": note.fallback,
-        "least_zero": int(result.params["zero"].min()),
+        **({"least_zero": int(result.params["zero"].min())} if "zero" in result.params else {}),
         "sha256": quant_digest(result),
     }
 
 
 def quant_digest(tensor: QuantTensor) -> str:
-    """Return the SHA-256 of a tensor's codes, scales (float32) and zeros: equal before packing and after reading."""
+    """Return the SHA-256 of a tensor's codes and parameters (floats as float32): equal before packing and after reading."""
     digest = hashlib.sha256()
-    for value in (tensor.codes, tensor.params["scale"].to(torch.float32), tensor.params["zero"].to(torch.uint8)):
+    for _, value in [("", tensor.codes), *sorted(tensor.params.items())]:
+        value = value.to(torch.float32) if value.is_floating_point() else value
         digest.update(value.cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
@@ -147,16 +219,28 @@ def quant_digest(tensor: QuantTensor) -> str:
 @torch.no_grad()
 def _replay_stored(loader: Loader, plan: Plan, recording: Recording, form: Any, journal: Journal) -> None:
     """Bring the states up to the journal's last block from the stored codes."""
-    config = {"checkpoint_format": "gptq_v2", "format": "pack-quantized", "sym": False}
+    extra = {"quantizer": "", "ignore": [], "order": "none"}
+    config = form.config(plan.rows, extra, False) if plan.packed else None
     for index in range(journal.done):
         loader.materialize(loader.block_names(index))
         for batch, state in enumerate(recording.exact):
             state.copy_(run_block(loader.blocks[index], state.to(loader.device), recording.calls[batch][index]).cpu())
-        store, _, _ = READERS[form.name](SafetensorsStore([journal.part(index)]), config)
+        part = SafetensorsStore([journal.part(index)])
+        store = READERS[config["quant_method"]](part, config)[0] if config else part
+        inputs = _round_inputs(loader, plan, index)
         for row in plan.packed:
             if row.block == index:
                 module = loader.model.get_submodule(row.module)
-                put_weight(module, row, store.quant(row.tensor.removesuffix(".weight")))  # type: ignore[attr-defined]
+                stored = store.quant(row.tensor.removesuffix(".weight"))  # type: ignore[attr-defined]
+                put_weight(module, row, stored)
+                if row.module in inputs:
+                    inputs[row.module].scale = stored.params.get("input_scale")
+        for name in part.names():
+            if name in plan.kept:  # what a fold changed and no solver packed
+                value = part.read(name).to(loader.device)
+                loader.model.get_parameter(loader.names.to_model[name]).data.copy_(value)
         for batch, state in enumerate(recording.states):
             state.copy_(run_block(loader.blocks[index], state.to(loader.device), recording.calls[batch][index]).cpu())
+        for name in inputs:
+            del loader.model.get_submodule(name).forward
         loader.release(loader.block_names(index))

@@ -111,11 +111,15 @@ class Eye(Events):
 
     def plan(self, plan: Plan, name: str, form: str) -> None:
         """Print what will be done."""
-        self.console.print(f"[bold]{name}[/bold]: {len(plan.packed)} linear layers to {form}, "
-                           f"{plan.bits_per_weight:.2f} bits per weight; {mib(plan.before)} -> {mib(plan.after)}")  # fmt: skip
+        done = (
+            f"{len(plan.packed)} linear layers to {form}, {plan.bits_per_weight:.2f} bits per weight"
+            if plan.packed
+            else "scaled, none rounded"
+        )
+        self.console.print(f"[bold]{name}[/bold]: {done}; {mib(plan.before)} -> {mib(plan.after)}")
         kinds: dict[tuple[str, str], int] = {}
         for row in plan.rows:
-            what = f"{row.codec.bits} bits, group {row.codec.group}" if row.codec else "kept"
+            what = row.codec.label if row.codec else "kept"
             kinds[what, row.reason] = kinds.get((what, row.reason), 0) + 1
         for (what, reason), count in kinds.items():
             self.console.print(f"  {count:5d} x {what}" + (f"  ({reason})" if reason else ""))
@@ -126,12 +130,23 @@ class Eye(Events):
         """Print the table of modules: grid, error, damping, seconds."""
         seconds = {name: note["seconds"] for name, note in self.modules}
         table = Table(box=None, header_style="bold", pad_edge=False)
-        for head in ("module", "bits", "group", "error", "damp", "seconds"):
-            table.add_column(head, justify="left" if head == "module" else "right")
+        for head in ("module", "grid", "error", "damp", "seconds"):
+            table.add_column(head, justify="left" if head in ("module", "grid") else "right")
         for note in notes:
             spent = seconds.get(note["module"])
-            cells = (note["bits"], note["group"], f"{note['error']:.6f}", f"{note['damp']:g}", "" if spent is None else f"{spent:.2f}")
+            cells = (note["grid"], f"{note['error']:.6f}", f"{note['damp']:g}", "" if spent is None else f"{spent:.2f}")
             table.add_row(note["module"], *map(str, cells))
+        self.console.print(table)
+
+    def scales_table(self, notes: list[dict[str, Any]]) -> None:
+        """Print what the scales did, pair by pair: the consumer's output error beside the one without scales, means over blocks."""
+        kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for note in notes:
+            kinds.setdefault((note["before"], ", ".join(note["group"])), []).append(note)
+        table = Table("scales of", "folded into", "blocks", "error", "without", box=None, header_style="bold", pad_edge=False)
+        for (before, group), rows in kinds.items():
+            errors = [f"{sum(r[key] for r in rows) / len(rows):.6f}" if before else "" for key in ("error", "error_unscaled")]
+            table.add_row(group, before or "nothing: no fold keeps the function", str(len(rows)), *errors)
         self.console.print(table)
 
     def totals(self, lines: dict[str, str]) -> None:

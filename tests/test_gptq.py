@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from quantkit.backends import Backend
 from quantkit.codecs.affine import Affine
 from quantkit.methods._options import GptqOptions
-from quantkit.methods._rounding import round_weight
-from quantkit.methods.gptq import GPTQ, _relative, column_order, columns_reference, factorize, make_search
+from quantkit.methods._rounding import make_search, round_reference, round_weight
+from quantkit.methods.gptq import GPTQ, _relative, column_order, columns_reference, factorize
 from quantkit.tensors import LayerStats
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_it_beats_rounding_on_correlated_inputs(order: str, symmetric: bool) -> 
         factor = method.prepare(stats_of(correlated(128, 1000, seed)), codec)
         weight = weight_of(64, 128, seed)
         result, note = method.solve(weight, factor, codec)
-        plain = _relative(weight, round_weight(weight, codec, True), factor)
+        plain = _relative(weight, round_weight(weight, codec, make_search(codec.symmetric, True, True)), factor)
         assert _relative(weight, result, factor) < 0.8 * plain
         assert note.error == pytest.approx(_relative(weight, result, factor), rel=1e-3)
 
@@ -199,10 +199,10 @@ def test_hard_statistics_end_well(kind: str, damp: float) -> None:
         assert note.fallback and factor.upper is None
     if kind == "dead column":
         assert note.dead == 1
-        plain = round_weight(weight, codec, True).dequantize()
+        plain = round_weight(weight, codec, make_search(codec.symmetric, True, True)).dequantize()
         assert float((result.dequantize() - weight)[:, 7].abs().max()) <= 4 * float((plain - weight).abs().max())
     if factor.upper is not None:
-        plain = _relative(weight, round_weight(weight, codec, True), factor)
+        plain = _relative(weight, round_weight(weight, codec, make_search(codec.symmetric, True, True)), factor)
         assert note.error <= plain * 1.01 + 1e-9
 
 
@@ -227,3 +227,34 @@ def test_never_nan(width: int, out: int, rank: int, bits: int, symmetric: bool, 
     assert int(result.codes.max()) <= codec.high
     assert bool((result.params["scale"].abs() > 0).all())
     assert torch.equal(result.params["scale"].to(torch.float16).to(torch.float32), result.params["scale"])
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("tiles", [True, False])
+def test_rounding_with_statistics_is_the_same_in_both_twins(symmetric: bool, tiles: bool) -> None:
+    from quantkit.backends.cpu.rounding import round_affine
+
+    codec, inputs = Affine(4, 32, symmetric), correlated(96, 300)
+    stats = LayerStats(96, tiles=True)
+    stats.add(inputs)
+    arguments = (weight_of(70, 96), codec, make_search(symmetric, True, True), stats.energy(), stats.diagonal_tiles(32) if tiles else None)
+    for ours, theirs in zip(round_affine(2)(*arguments), round_reference(*arguments), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_rounding_with_tiles_has_the_least_output_error() -> None:
+    codec, inputs, weight = Affine(3, 32, False), correlated(96, 300), weight_of(70, 96)
+    stats = LayerStats(96, tiles=True)
+    stats.add(inputs)
+    search = make_search(False, True, True)
+
+    def errors(seen: LayerStats | None) -> torch.Tensor:
+        error = round_weight(weight, codec, search, seen).dequantize() - weight
+        parts = error.view(70, 3, 32).transpose(0, 1) @ inputs.view(-1, 3, 32).permute(1, 2, 0)
+        return parts.square().sum()
+
+    assert errors(stats) < 0.95 * errors(None)
+    whole = LayerStats(96)
+    whole.add(inputs)
+    torch.testing.assert_close(whole.diagonal_tiles(32), stats.diagonal_tiles(32))
+    torch.testing.assert_close(whole.energy(), stats.energy())

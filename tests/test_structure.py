@@ -21,7 +21,7 @@ LAYERS = [
     {"methods", "families"},
     {"formats", "source", "loader", "corpus", "mixture"},
     {"selfwritten", "plan", "importance"},
-    {"calibrate", "journal"},
+    {"calibrate", "journal", "folds"},
     {"artifact", "pipeline", "verify", "perplexity", "energy", "export", "inventory", "repack"},
     {"report", "report_page"},
     {"commands"},
@@ -117,7 +117,20 @@ def test_readme_names_real_commands_and_flags() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     helps = {
         name: run_help(name)
-        for name in ("gptq", "rtn", "to-hf", "eval-ppl", "generate", "export-gguf", "imatrix", "inspect", "diff", "convert")
+        for name in (
+            "gptq",
+            "rtn",
+            "to-hf",
+            "eval-ppl",
+            "generate",
+            "export-gguf",
+            "imatrix",
+            "inspect",
+            "diff",
+            "convert",
+            "awq",
+            "smoothquant",
+        )
     }
     for line in readme.splitlines():
         if match := re.match(r"quantkit ([a-z-]+) ", line):

@@ -18,6 +18,7 @@ KERNELS = Table(
     "kernel",
     [
         Row("cpu/gptq_columns", "GPTQ's column loop in Numba", "quantkit.backends.cpu.columns:gptq_columns"),
+        Row("cpu/round_affine", "rounding on searched grids in Numba", "quantkit.backends.cpu.rounding:round_affine"),
         *(
             Row(f"cpu/{name}", "Numba, blocks as SIMD lanes", f"quantkit.backends.cpu.{module}:{name.lower()}")
             for module, names in (

@@ -6,6 +6,12 @@ CODECS = Table(
     "codec",
     [
         Row("affine", "groups of 2, 3, 4 or 8 bit integers with a scale and a zero point", "quantkit.codecs.affine:Affine"),
+        Row("fp8", "E4M3 floats, a scale per tensor, channel or block of 128 x 128", "quantkit.codecs.float8:Float8"),
+        Row("nf4", "bitsandbytes' 16 normal levels, blocks of 64", "quantkit.codecs.bnb:Bnb4"),
+        Row("fp4", "bitsandbytes' 4-bit floats, blocks of 64", "quantkit.codecs.bnb:Bnb4"),
+        Row("llm-int8", "bitsandbytes' rows of 8 bits", "quantkit.codecs.bnb:RowInt8"),
+        Row("mxfp4", "E2M1 floats, groups of 32 with a power of two (safetensors layouts)", "quantkit.codecs.fp4:Fp4"),
+        Row("nvfp4", "E2M1 floats, groups of 16 with an E4M3 scale", "quantkit.codecs.fp4:Fp4"),
         Row("F32", "float32", "quantkit.codecs.plain:F32"),
         Row("F16", "float16", "quantkit.codecs.plain:F16"),
         Row("BF16", "bfloat16", "quantkit.codecs.plain:BF16"),
@@ -24,4 +30,5 @@ CODECS = Table(
         Row("MXFP4", "E2M1 floats, blocks of 32 with a power of two: 4.25", "quantkit.codecs.nonlinear:MXFP4"),
     ],
 )
-GGML_TYPES = tuple(name for name in CODECS.names() if name != "affine")
+WEIGHT_CODECS = ("affine", "fp8", "nf4", "fp4", "llm-int8", "mxfp4", "nvfp4")
+GGML_TYPES = tuple(name for name in CODECS.names() if name not in WEIGHT_CODECS)

@@ -27,6 +27,11 @@ class BlockCodec(ABC):
     size: int
     weighted = True
 
+    @property
+    def label(self) -> str:
+        """The type's name."""
+        return self.name
+
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row; a PlanError if blocks do not fill it."""
         if columns % self.block:

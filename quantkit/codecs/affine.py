@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.codecs._activations import Activation
+from quantkit.codecs._levels import SCALE_DTYPES
 from quantkit.errors import PlanError, UsageError
 from quantkit.tensors import Grid, QuantTensor
 
 BITS = (2, 3, 4, 8)
 GROUPS = (16, 32, 64, 128, -1)
-SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 # The smallest scale worth having: normal in float16, so that no group's step loses precision.
 MIN_SCALE = 2.0**-14
 
@@ -33,14 +34,29 @@ class Affine:
     group: int
     symmetric: bool
     scale_dtype: str = "float16"
+    activations: str = "none"
 
     def __post_init__(self) -> None:
+        if self.activations != "none" and (self.bits != 8 or self.group != -1):
+            raise UsageError("--activations int8 kernels want weights of 8 bits in whole rows: --bits 8 --group-size -1.")
         if self.bits not in BITS:
             raise UsageError(f"--bits {self.bits} cannot be. Known: {', '.join(map(str, BITS))}.")
         if self.group not in GROUPS:
             raise UsageError(f"--group-size {self.group} cannot be. Known: {', '.join(map(str, GROUPS))} (-1: one group per row).")
 
     name = "affine"
+
+    @property
+    def label(self) -> str:
+        """The grid in words."""
+        group = "whole rows" if self.group == -1 else f"groups of {self.group}"
+        inputs = "" if self.activations == "none" else f", {self.activations} int8 activations"
+        return f"{self.bits} bits, {group}, {'symmetric' if self.symmetric else 'asymmetric'}{inputs}"
+
+    @property
+    def activation(self) -> Activation | None:
+        """How inputs are rounded."""
+        return None if self.activations == "none" else Activation("int8", self.activations == "static")
 
     @property
     def high(self) -> int:

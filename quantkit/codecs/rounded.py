@@ -94,6 +94,24 @@ class Bytes(BlockCodec):
         return data[:, 2:].contiguous().view(torch.int8).to(torch.float32) * read_half(data, 0)
 
 
+def from_codes(kind: str, codes: Tensor, scale: Tensor) -> Tensor:
+    """Return the blocks, uint8 [rows, bytes], that hold these numbers exactly.
+
+    kind: Q4_0 or Q8_0; codes: uint8 [rows, columns], unsigned (8 and 128 stand for 0); scale: float16 values [rows, columns / 32].
+    """
+    flat = codes.reshape(-1, 32)
+    stored = pair_nibbles(flat) if kind == "Q4_0" else (flat.to(torch.int16) - 128).to(torch.int8).view(torch.uint8)
+    return join(halves(scale.reshape(-1)), stored).reshape(len(codes), -1)
+
+
+def to_codes(kind: str, data: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo `from_codes`: codes uint8 [rows, columns] and scale float32 [rows, columns / 32]."""
+    blocks = data.reshape(-1, 18 if kind == "Q4_0" else 34)
+    stored = blocks[:, 2:].contiguous()
+    codes = split_nibbles(stored) if kind == "Q4_0" else (stored.view(torch.int8).to(torch.int16) + 128).to(torch.uint8)
+    return codes.reshape(len(data), -1), read_half(blocks, 0).reshape(len(data), -1)
+
+
 Q4_0 = Rounded("Q4_0", 2, 18, 4, minimum=False)
 Q4_1 = Rounded("Q4_1", 3, 20, 4, minimum=True)
 Q5_0 = Rounded("Q5_0", 6, 22, 5, minimum=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 from quantkit.errors import UsageError
 from quantkit.methods._options import option
 
+FORMATS = ("auto", "gptq", "awq", "compressed-tensors", "naive-quantized", "fp8", "bitsandbytes", "hf")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -28,6 +29,22 @@ class SourceOptions:
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     offline: bool = option(False, "Never use the network.")
     trust_remote_code: bool = option(False, "Run the model's own code, if it brings any.")
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Any folder that is written."""
+
+    max_shard_size: str = option("5GB", "Largest size of one weight file.")
+    force: bool = option(False, "Replace an existing output.")
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+
+    def __post_init__(self) -> None:
+        parse_size(self.max_shard_size, "--max-shard-size")
+
+    def shard_bytes(self, total: int) -> int:
+        """Return the largest bytes of a shard, given the total."""
+        return min(parse_size(self.max_shard_size, "--max-shard-size"), max(total, 1))
 
 
 @dataclass(frozen=True)
@@ -55,18 +72,17 @@ class DataOptions(SourceOptions):
 
 
 @dataclass(frozen=True)
-class RunOptions(DataOptions):
+class RunOptions(OutputOptions, DataOptions):
     """Source, data, output and machine of a run."""
 
     output: str | None = option(None, "Folder to write; default NAME-METHOD-Nbit.", short="-o")
-    format: str = option("gptq", "Container.", choices=("gptq", "compressed-tensors"))
+    format: str = option("auto", "Container; auto is the method's own.", choices=FORMATS)
     device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")
     dtype: str = option(
         "auto",
         "Dtype of the tensors that are not quantized; auto leaves them alone.",
         choices=("auto", "float16", "bfloat16", "float32"),
     )
-    max_shard_size: str = option("5GB", "Largest size of one weight file.")
     max_memory: str | None = option(None, "Memory to stay under, such as 8GB; default: what is free.")
     schedule: str = option("auto", "How blocks are replayed.", choices=("auto", "one-pass", "two-pass"))
     batch: int = option(0, "Samples per batch; 0 chooses.")
@@ -75,24 +91,18 @@ class RunOptions(DataOptions):
         "store", "On resume, read the hidden states from disk or compute them again.", choices=("store", "recompute")
     )
     restart: bool = option(False, "Discard what an unfinished run left.")
-    force: bool = option(False, "Replace an existing output.")
     strict: bool = option(False, "Fail if anything falls back.")
     allow_requantize: bool = option(False, "Accept a source that is already quantized.")
     dry_run: bool = option(False, "Print the plan and stop.")
     eval: str = option("", "Measure perplexity before and after on this text (a file, or bundled).")
     reference: bool = option(False, "Use the plain PyTorch reference instead of faster kernels.")
     quiet: bool = option(False, "Print nothing for people.", short="-q")
-    json: bool = option(False, "Print one JSON object on the last line of standard output.")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for flag, value in (("--max-shard-size", self.max_shard_size), ("--max-memory", self.max_memory)):
-            if value is not None:
-                parse_size(value, flag)
-
-    def shard_bytes(self, total: int) -> int:
-        """Return the largest bytes of a shard, given the total."""
-        return min(parse_size(self.max_shard_size, "--max-shard-size"), max(total, 1))
+        OutputOptions.__post_init__(self)
+        DataOptions.__post_init__(self)
+        if self.max_memory is not None:
+            parse_size(self.max_memory, "--max-memory")
 
     @property
     def max_memory_bytes(self) -> int:
@@ -101,23 +111,17 @@ class RunOptions(DataOptions):
 
 
 @dataclass(frozen=True)
-class ToHfOptions(SourceOptions):
+class ToHfOptions(OutputOptions, SourceOptions):
     """Options of to-hf."""
 
     dtype: str = option("bfloat16", "Dtype of the floats; auto keeps each tensor's.", choices=("auto", "float32", "bfloat16", "float16"))
-    max_shard_size: str = option("5GB", "Largest size of one weight file.")
-    force: bool = option(False, "Replace an existing output.")
-    json: bool = option(False, "Print one JSON object on the last line of standard output.")
 
 
 @dataclass(frozen=True)
-class ConvertOptions(SourceOptions):
+class ConvertOptions(OutputOptions, SourceOptions):
     """Options of convert."""
 
-    to: str = option("compressed-tensors", "Container.", choices=("gptq", "compressed-tensors"))
-    max_shard_size: str = option("5GB", "Largest size of one weight file.")
-    force: bool = option(False, "Replace an existing output.")
-    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+    to: str = option("compressed-tensors", "Container.", choices=("gptq", "awq", "compressed-tensors", "naive-quantized", "fp8"))
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from quantkit import __version__, artifact
-from quantkit.commands._options import ConvertOptions, ToHfOptions, parse_size
-from quantkit.errors import PlanError, SourceError
+from quantkit.commands._options import ConvertOptions, ToHfOptions
+from quantkit.errors import PlanError
 from quantkit.formats import FORMATS
 from quantkit.loader import Loader
 from quantkit.plan import kept_info, linears_outside
@@ -28,14 +28,9 @@ def to_hf(model: str, output: Path, asked: ToHfOptions) -> None:
             eye.notice(text)
         loader = Loader(source, torch.device("cpu"))
         kept = {name: kept_info(loader.info(name), asked.dtype) for name in source.store.names()}
-        total = sum(info.nbytes for info in kept.values())
-        shutil.rmtree(partial, ignore_errors=True)
-        artifact.require_disk(partial.parent, total, "The checkpoint")
-        partial.mkdir()
-        eye.phase(f"writing {len(kept)} tensors, {mib(total)}")
-        try:
-            pieces = artifact.pieces_of(loader, kept, {}, _no_parts)
-            artifact.write_shards(partial, pieces, min(parse_size(asked.max_shard_size, "--max-shard-size"), max(total, 1)))
+        pieces = artifact.pieces_of(loader, kept, {}, _no_parts)
+        with artifact.fresh_folder(partial, pieces, asked.shard_bytes) as total:
+            eye.phase(f"wrote {len(kept)} tensors, {mib(total)}")
             carried, notices = artifact.write_side_files(loader, partial, None, asked.dtype)
             if (readme := partial / "README.source.md").exists():
                 readme.rename(partial / "README.md")
@@ -43,9 +38,6 @@ def to_hf(model: str, output: Path, asked: ToHfOptions) -> None:
             for text in notices:
                 eye.notice(text)
             proof = verify(partial, kept, [], source)
-        except (SourceError, OSError):
-            shutil.rmtree(partial, ignore_errors=True)  # nothing to resume: conversion is cheap
-            raise
         artifact.publish(partial, output)
         eye.totals({"verified": f"{proof.tensors} tensors", "output": str(output)})
     if asked.json:
@@ -68,28 +60,21 @@ def convert(model: str, output: Path, asked: ConvertOptions) -> None:
         loader = Loader(source, torch.device("cpu"))
         if source.quantized.split(" ")[0] == form.name:
             raise PlanError(f"{model} is {source.quantized} already.")
-        eye.phase(f"reading {source.name} ({source.quantized})")
+        eye.phase(f"reading {source.name} ({source.quantized or ('gguf' if source.gguf_file else 'plain')})")
         found = plan_repack(loader, form)
         kept = {name: loader.info(name) for name in source.store.names() if name not in found.layouts}
-        total = sum(info.nbytes for info in [*kept.values(), *(i for layout in found.layouts.values() for i in layout.values())])
-        shutil.rmtree(partial, ignore_errors=True)
-        artifact.require_disk(partial.parent, total, "The artifact")
-        partial.mkdir()
-        eye.phase(f"writing {form.name}, {mib(total)}")
-        try:
-            pieces = artifact.pieces_of(loader, kept, found.layouts, packer(source.store, form, found))  # type: ignore[arg-type]
-            artifact.write_shards(partial, pieces, min(parse_size(asked.max_shard_size, "--max-shard-size"), max(total, 1)))
-            options = {"quantizer": f"quantkit:{__version__}", "ignore": linears_outside(loader, found.rows)}
-            config = form.config(found.rows, options, found.zeros_from_one)
+        pieces = artifact.pieces_of(loader, kept, found.layouts, packer(source.store, form, found))
+        options: dict[str, Any] = {"quantizer": f"quantkit:{__version__}", "ignore": linears_outside(loader, found.rows)}
+        options |= {"kv_cache_scheme": source.declared.get("kv_cache_scheme")}
+        config = form.config(found.rows, options, found.zeros_from_one)
+        with artifact.fresh_folder(partial, pieces, asked.shard_bytes) as total:
+            eye.phase(f"wrote {form.name}, {mib(total)}")
             carried, notices = artifact.write_side_files(loader, partial, config, "auto")
             for text in notices:
                 eye.notice(text)
             if form.side_config:
                 artifact.write_json(partial / form.side_config, config)
             proof = verify(partial, {piece.name: piece.info for piece in pieces}, found.notes, source)
-        except (SourceError, OSError):
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
         artifact.publish(partial, output)
         eye.totals({"verified": f"the codes of {proof.modules} modules are the source's", "output": str(output)})
     if asked.json:

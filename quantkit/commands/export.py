@@ -38,14 +38,18 @@ def export_gguf(model: str, asked: ExportOptions) -> None:
     source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
     output = Path(asked.output or f"{source.name}-{policy.name}.gguf")
     gguf_write.check_output(output, source.gguf_file, asked.force)
-    if (packed := _packed(source)) and not policy.is_float and not asked.allow_requantize:
-        raise PlanError(
-            f"{model} is already quantized ({packed}). Start from the original, or insist with --allow-requantize; "
-            "--type F16 or BF16 decodes it."
-        )
+    refusal = PlanError(
+        f"{model} is already quantized ({_packed(source)}). Start from the original, or insist with --allow-requantize; "
+        "--type F16 or BF16 decodes it; symmetric groups of 32 with 4 or 8 bits go into Q4_0 or Q8_0 as they are."
+    )
+    again = bool(_packed(source)) and not policy.is_float and not asked.allow_requantize
+    if again and policy.name not in export.EXACT:
+        raise refusal
     with Eye(asked.quiet) as eye:
         matrix = _matrix(source, asked, eye)
         plan = export.make_plan(source, policy, wishes, asked.pre_tokenizer, matrix, asked.strict)
+        if again and not export.carries(plan):
+            raise refusal
         writer = export.make_writer(plan, asked.split_bytes)
         total = gguf_write.file_bytes(writer)
         for text in plan.notices:

@@ -1,10 +1,11 @@
-"""`quantkit gptq` and `quantkit rtn`: from a model to a verified artifact."""
+"""`quantkit gptq`, `quantkit awq` and `quantkit rtn`: from a model to a verified artifact."""
 
 from __future__ import annotations
 
 import shlex
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from quantkit.backends import Backend
 from quantkit.calibrate import SCHEDULES, record
 from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import RunOptions
-from quantkit.errors import PlanError, StrictError, name_list
+from quantkit.errors import PlanError, StrictError, UsageError, name_list
 from quantkit.formats import FORMATS
 from quantkit.journal import Journal
 from quantkit.loader import Loader, pick_device
 from quantkit.methods import METHODS
-from quantkit.pipeline import quantize_blocks, without_data
-from quantkit.plan import Plan, make_plan
+from quantkit.pipeline import Passes, outputs_only, quantize_blocks, without_data
+from quantkit.plan import Plan, describe_codec, make_plan
 from quantkit.report import Eye, mib, print_json
 from quantkit.source import resolve
 from quantkit.verify import verify
@@ -33,7 +34,11 @@ from quantkit.verify import verify
 LIBRARIES = 480 << 20  # torch, transformers and numba, loaded
 EVAL_WINDOW = 512
 EVAL_WINDOWS = 16
-NEEDS_DATA = ("gptq",)
+SCALERS = ("awq", "smoothquant")
+FORMAT_OF = {
+    "affine": "gptq", "fp8": "compressed-tensors", "mxfp4": "compressed-tensors", "nvfp4": "compressed-tensors",
+    "nf4": "bitsandbytes", "fp4": "bitsandbytes", "llm-int8": "bitsandbytes",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,9 @@ def run(method: str, model: str, options: Any, asked: RunOptions) -> None:
     """Do the whole run, print its report, and its JSON document if asked for."""
     began = time.perf_counter()
     torch.set_num_threads(asked.threads or torch.get_num_threads())
-    form = FORMATS[asked.format]
+    form = pick_format(method, options, asked.format)
     source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
-    output = Path(asked.output or f"{source.name}-{method}-{options.bits}bit")
+    output = Path(asked.output or f"{source.name}-{method}{_suffix(options, form)}")
     if source.quantized and not asked.allow_requantize:
         raise PlanError(
             f"{model} is already quantized ({source.quantized}). Start from the original, or turn it into a plain "
@@ -70,7 +75,7 @@ def run(method: str, model: str, options: Any, asked: RunOptions) -> None:
         for text in source.notices:
             eye.notice(text)
         loader = Loader(source, pick_device(asked.device))
-        plan = make_plan(loader, method, options, form, dtype, asked.strict)
+        plan = make_plan(loader, "scale" if form.name == "hf" else method, options, form, dtype, asked.strict)
         eye.plan(plan, source.name, form.name)
         document: dict[str, Any] = {"command": method, "model": model, "output": str(output), "plan": _plan_document(plan)}
         if not asked.dry_run:
@@ -83,9 +88,51 @@ def run(method: str, model: str, options: Any, asked: RunOptions) -> None:
         print_json(document)
 
 
+def _suffix(options: Any, form: Any) -> str:
+    codec = getattr(options, "codec", "affine")
+    return "" if form.name == "hf" else f"-{options.bits}bit" if codec == "affine" else f"-{codec}"
+
+
+def pick_format(method: str, options: Any, asked: str) -> Any:
+    """Return the format that is asked for, or the usual one; a UsageError if plain weights and a packed format meet."""
+    plain = getattr(options, "then", "") == "none"
+    usual = "hf" if plain else FORMAT_OF[getattr(options, "codec", "affine")]
+    if not plain and options.activations != "none":
+        usual = "compressed-tensors"
+    elif usual == "gptq" and method == "awq" and options.bits == 4 and not (options.then == "gptq" and options.order == "full"):
+        usual = "awq"
+    name = usual if asked == "auto" else asked
+    if plain != (name == "hf"):
+        raise UsageError("--format hf holds plain weights: it goes with --then none, and --then none with it alone.")
+    return FORMATS[name]
+
+
+def needs_data(method: str, options: Any) -> bool:
+    """Tell whether a run needs calibration data."""
+    return method != "rtn" or options.activations == "static"
+
+
+def make_passes(job: Job, backend: Backend, schedule: str) -> Passes:
+    """Return what is done to each block."""
+    then = getattr(job.options, "then", job.method)
+    scaler = METHODS[job.method](job.options, backend, head_size(job.loader.model.config)) if job.method in SCALERS else None
+    if then == "none":
+        return Passes(scaler, None, outputs_only)
+    solver = METHODS[then](job.options, backend)
+    if schedule not in SCHEDULES:
+        return Passes(scaler, solver, without_data)
+    return Passes(scaler, solver, partial(SCHEDULES[schedule], tiles=then == "rtn"))
+
+
+def head_size(config: Any) -> int:
+    """Return the columns of an attention head."""
+    config = config.get_text_config()
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def _plan_document(plan: Plan) -> dict[str, Any]:
     rows = [
-        {"module": r.module, "shape": list(r.shape), "method": r.method, "reason": r.reason, **(asdict(r.codec) if r.codec else {})}
+        {"module": r.module, "shape": list(r.shape), "method": r.method, "reason": r.reason, **(describe_codec(r.codec) if r.codec else {})}
         for r in plan.rows
     ]
     return {
@@ -99,8 +146,9 @@ def _plan_document(plan: Plan) -> dict[str, Any]:
 
 def _quantize(job: Job) -> dict[str, Any]:
     loader, plan, asked, eye = job.loader, job.plan, job.asked, job.eye
-    tokens = draw_tokens(loader, asked, eye) if job.method in NEEDS_DATA else None
-    paired = min(job.options.paired, len(tokens.rows)) if tokens and job.options.correct else 0
+    tokens = draw_tokens(loader, asked, eye) if needs_data(job.method, job.options) else None
+    corrects = getattr(job.options, "then", job.method) == "gptq" and job.options.correct > 0
+    paired = min(job.options.paired, len(tokens.rows)) if tokens and corrects else 0
     schedule, batch = choose_schedule(job, tokens, paired) if tokens else ("none", 0)
     settings = _settings(job, tokens, schedule, batch)
     states = tokens.rows.numel() * loader.model.get_input_embeddings().weight.shape[1] * 4 if tokens else 0
@@ -117,19 +165,24 @@ def _quantize(job: Job) -> dict[str, Any]:
     loader.source.drop_tokenizer()
     memory.trim()
     backend = Backend(loader.device, torch.get_num_threads(), asked.reference)
-    solver = METHODS[job.method](job.options, backend)
+    passes = make_passes(job, backend, schedule)
     eye.phase(f"quantizing {len(loader.blocks)} blocks on {loader.device}" + (f", {schedule}" if tokens else ""))
-    quantize_blocks(loader, plan, recording, solver, job.form, journal, SCHEDULES.get(schedule, without_data), eye)
+    quantize_blocks(loader, plan, recording, passes, job.form, journal, eye)
     del recording
-    notes = journal.notes()
+    notes, scales = journal.notes(), journal.folds()
     fallen = [note["module"] for note in notes if note["fallback"]]
     if fallen and asked.strict:
         raise StrictError(f"--strict: {len(fallen)} modules fell back to rounding: {name_list(fallen)}.")
     document = _finish(job, journal, notes, settings)
-    eye.modules_table(notes)
+    if scales:
+        eye.scales_table(scales)
+    if notes:
+        eye.modules_table(notes)
     document |= {"resumed_from_block": resumed, "fallbacks": fallen, "notices": tokens.notices if tokens else []}
     document |= {"schedule": schedule, "threads": settings["threads"], "modules": notes, "kernels": backend.reasons}
-    eye.totals({"size": f"{mib(plan.before)} -> {mib(plan.after)}, {plan.bits_per_weight:.2f} bits per quantized weight"})
+    document |= {"scales": scales} if scales else {}
+    bits = f", {plan.bits_per_weight:.2f} bits per quantized weight" if plan.packed else ""
+    eye.totals({"size": f"{mib(plan.before)} -> {mib(plan.after)}{bits}"})
     if before is not None:
         reopened = Loader(resolve(str(job.output), trust_remote_code=asked.trust_remote_code), loader.device)
         after = _evaluate(reopened, asked, eye, "after")
@@ -166,7 +219,7 @@ def _settings(job: Job, tokens: corpus.Tokens | None, schedule: str, batch: int)
     return {
         "method": job.method,
         "options": asdict(job.options),
-        "format": asked.format,
+        "format": job.form.name,
         "dtype": job.dtype,
         "max_shard_size": asked.max_shard_size,
         "source": {"name": source.name, "revision": source.revision, "sha256": source.fingerprint()},
@@ -197,14 +250,15 @@ def _settings(job: Job, tokens: corpus.Tokens | None, schedule: str, batch: int)
 def _finish(job: Job, journal: Journal, notes: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
     loader, plan, asked, form, partial, eye = job.loader, job.plan, job.asked, job.form, job.partial, job.eye
     eye.phase("writing shards")
-    zeros_from_one = all(note["least_zero"] > 0 for note in notes)
+    zeros_from_one = all(note.get("least_zero", 1) > 0 for note in notes)
     rows = {row.tensor: row for row in plan.packed}
+    changed = {name: block for name, block in journal.held().items() if name in plan.kept}
 
     def settle(weight: str, name: str) -> Any:
-        return form.settle(name, rows[weight].codec.bits, zeros_from_one)
+        return form.settle(name, rows[weight].codec.bits, zeros_from_one) if weight in rows else None
 
-    reader = artifact.part_reader(journal, {row.tensor: row.block for row in plan.packed}, settle)
-    pieces = artifact.pieces_of(loader, plan.kept, plan.layouts, reader)
+    reader = artifact.part_reader(journal, {row.tensor: row.block for row in plan.packed} | changed, settle)
+    pieces = artifact.pieces_of(loader, plan.kept, plan.layouts | {name: {name: plan.kept[name]} for name in changed}, reader)
     artifact.write_shards(partial, pieces, asked.shard_bytes(plan.after), journal)
     extra = {**settings["options"], "quantizer": f"quantkit:{__version__}", "ignore": plan.ignore}
     config = form.config(plan.rows, extra, zeros_from_one)
@@ -216,11 +270,13 @@ def _finish(job: Job, journal: Journal, notes: list[dict[str, Any]], settings: d
     command = canonical_command(settings, asked)
     readme = loader.source.folder / "README.md"
     summary = f"{len(plan.packed)} linear layers, {plan.bits_per_weight:.2f} bits per weight, format {form.name}."
+    if form.name == "hf":
+        summary = f"Plain weights: {len(journal.folds())} scales folded into them, the function is the original's."
     card = artifact.model_card(loader.source.name, command, summary, _card_table(notes),
                                readme if readme.exists() and not loader.source.gguf_file else None)  # fmt: skip
     (partial / "README.md").write_text(card, encoding="utf-8")
     artifact.write_json(partial / artifact.MANIFEST, {
-        "version": artifact.MANIFEST_VERSION, "command": command, **settings, "modules": notes,
+        "version": artifact.MANIFEST_VERSION, "command": command, **settings, "modules": notes, "scales": journal.folds(),
         "carried": carried, "files": artifact.file_digests(partial),
     })  # fmt: skip
     eye.phase("verifying")
@@ -251,8 +307,8 @@ def canonical_command(settings: dict[str, Any], asked: RunOptions) -> str:
 
 
 def _card_table(notes: list[dict[str, Any]]) -> str:
-    lines = ["| module | bits | group | relative output error |", "|---|---|---|---|"]
-    lines += [f"| {n['module']} | {n['bits']} | {n['group']} | {n['error']:.6f} |" for n in notes]
+    lines = ["| module | grid | relative output error |", "|---|---|---|"]
+    lines += [f"| {n['module']} | {n['grid']} | {n['error']:.6f} |" for n in notes]
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from quantkit.codecs._activations import Activation
 from quantkit.formats import _safetensors as st
 from quantkit.formats._safetensors import TensorInfo
 from quantkit.formats.store import TensorStore
@@ -19,20 +20,20 @@ from quantkit.tensors import QuantTensor
 
 
 class PackedStore(ABC):
-    """Wraps a store; `anchor` is the suffix that marks a packed module, `suffixes` all that belong to one."""
+    """Wraps a store; `anchors` are the suffixes that mark a packed module, `suffixes` all that belong to one."""
 
-    anchor: str
+    anchors: tuple[str, ...]
     suffixes: tuple[str, ...]
 
     def __init__(self, inner: TensorStore) -> None:
         self.inner = inner
-        self.modules = {n.removesuffix(self.anchor): n for n in inner.names() if n.endswith(self.anchor)}
+        self.modules = {n.removesuffix(a): n for n in inner.names() for a in self.anchors if n.endswith(a)}
         self._shown: dict[str, str] = {}  # shown name -> module, or "" when it passes through
         for name in inner.names():
             module = next((name.removesuffix(s) for s in self.suffixes if name.endswith(s)), None)
             if module is None or module not in self.modules:
                 self._shown[name] = ""
-            elif name.endswith(self.anchor):
+            elif name.endswith(self.anchors):
                 self._shown[f"{module}.weight"] = module
 
     @abstractmethod
@@ -42,6 +43,10 @@ class PackedStore(ABC):
     @abstractmethod
     def quant(self, module: str) -> QuantTensor:
         """Read a packed module."""
+
+    def activation(self, module: str) -> tuple[Activation, Tensor | None] | None:
+        """Return how a module's inputs are rounded at run time, and the static scale, float32 [1]; None if they are not."""
+        return None
 
     def names(self) -> list[str]:
         """Names as a plain checkpoint would have them."""

@@ -33,6 +33,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 SIZES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000

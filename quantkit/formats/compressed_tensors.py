@@ -1,83 +1,68 @@
-"""compressed-tensors, format pack-quantized: what vLLM's own tools write, and transformers loads.
+"""compressed-tensors: what vLLM's own tools write, and transformers loads.
 
-For a linear of [out, in], b bits, G groups: weight_packed int32 [out, ceil(in*b/32)], packed along in;
-weight_scale [out, G]; weight_zero_point int32 [out*b/32, G], packed along out, only if asymmetric; weight_shape
-int64 [2]; weight_g_idx int32 [in] only if columns are scattered over groups. Codes and zero points are stored
-unsigned, which is their signed value plus 2^(b-1): the same numbers as ours.
+The layouts are in `_ct_kinds`; here is the dialect: which modules have which scheme, by targets in config.json. Every group names its
+own format too, because the library guesses it otherwise. An older library's weight_g_idx is read, and written no more.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from quantkit.codecs.affine import SCALE_DTYPES, Affine
+from quantkit.codecs._activations import Activation
+from quantkit.codecs.affine import Affine
 from quantkit.errors import SourceError, UsageError
-from quantkit.formats._bits import fields_per_period, pack, unpack
+from quantkit.formats import _ct_kinds as kinds
+from quantkit.formats._bits import fields_per_period
 from quantkit.formats._packed import PackedStore
-from quantkit.formats._safetensors import CODES, TensorInfo
+from quantkit.formats._safetensors import TensorInfo
 from quantkit.formats.store import TensorStore
 from quantkit.tensors import PlanRow, QuantTensor
 
-
-def _pad(size: int, bits: int) -> int:
-    unit = fields_per_period(bits)
-    return (size + unit - 1) // unit * unit
-
-
-def _padded(values: Tensor, bits: int) -> Tensor:
-    extra = _pad(values.shape[0], bits) - values.shape[0]
-    return torch.nn.functional.pad(values, (0, 0, 0, extra)) if extra else values
+READ = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized",
+    "mixed-precision",
+)  # fmt: skip
 
 
 class CompressedTensorsFormat:
-    """The writer: what fits, how a module's tensors look, and the configuration."""
+    """The writer: what fits, how a module's tensors look, and the configuration. naive: 8 bits unpacked, for weights alone."""
 
-    name = "compressed-tensors"
     conv1d = False
     scattered = False  # its library dropped weight_g_idx in 2026; old artifacts that have one are read
+    uniform = False
+    codecs = ("affine", "fp8", "mxfp4", "nvfp4")
     scale_dtypes = ("float16", "bfloat16", "float32")
     side_config = ""
 
-    def refuse(self, shape: tuple[int, int], codec: Affine) -> str:
+    def __init__(self, naive: bool = False) -> None:
+        self.naive = naive
+        self.name = "naive-quantized" if naive else "compressed-tensors"
+
+    def refuse(self, shape: tuple[int, int], codec: Any) -> str:
         """Return why a weight [out, in] cannot be stored with this codec, or an empty string."""
+        if not isinstance(codec, Affine):
+            return ""
+        if self.naive and codec.bits != 8:
+            return f"naive-quantized holds 8 bits, not {codec.bits}"
         if codec.bits == 3:
             unit = fields_per_period(3)
             if shape[0] % unit or shape[1] % unit:
                 return f"shape {list(shape)} is not a multiple of {unit}, which 3-bit packing needs"
         return ""
 
-    def layout(self, module: str, shape: tuple[int, int], codec: Affine, scattered: bool) -> dict[str, TensorInfo]:
+    def layout(self, module: str, shape: tuple[int, int], codec: Any, scattered: bool) -> dict[str, TensorInfo]:
         """Return the tensors of a packed module before they exist."""
-        out, columns = shape
-        groups = codec.groups(columns)
-        result = {
-            f"{module}.weight_packed": TensorInfo("I32", (out, _pad(columns, codec.bits) * codec.bits // 32)),
-            f"{module}.weight_scale": TensorInfo(CODES[SCALE_DTYPES[codec.scale_dtype]], (out, groups)),
-            f"{module}.weight_shape": TensorInfo("I64", (2,)),
-        }
-        if not codec.symmetric:
-            words = _pad(out, codec.bits) * codec.bits // 32
-            result[f"{module}.weight_zero_point"] = TensorInfo("I32", (words, groups))
-        if scattered:
-            result[f"{module}.weight_g_idx"] = TensorInfo("I32", (columns,))
-        return result
+        found = kinds.layout(shape, codec, kinds.kind_of(codec, self.naive))
+        index = {"weight_g_idx": TensorInfo("I32", shape[1:])} if scattered else {}
+        return {f"{module}.{suffix}": info for suffix, info in (found | index).items()}
 
     def pack(self, module: str, tensor: QuantTensor) -> dict[str, Tensor]:
         """Return the tensors of a quantized module."""
-        bits = tensor.codec.bits
-        result = {
-            f"{module}.weight_packed": pack(_padded(tensor.codes.T, bits), bits).T.contiguous(),
-            f"{module}.weight_scale": tensor.params["scale"].to(SCALE_DTYPES[tensor.codec.scale_dtype]),
-            f"{module}.weight_shape": torch.tensor(tensor.codes.shape, dtype=torch.int64),
-        }
-        if not tensor.codec.symmetric:
-            result[f"{module}.weight_zero_point"] = pack(_padded(tensor.params["zero"], bits), bits)
-        if tensor.group_index is not None:
-            result[f"{module}.weight_g_idx"] = tensor.group_index.to(torch.int32)
-        return result
+        packed = kinds.pack_module(tensor, kinds.kind_of(tensor.codec, self.naive))
+        return {f"{module}.{suffix}": value for suffix, value in packed.items()}
 
     def settle(self, name: str, bits: int, zeros_from_one: bool) -> Any:
         """Packed tensors are final."""
@@ -85,7 +70,7 @@ class CompressedTensorsFormat:
 
     def config(self, rows: list[PlanRow], options: dict[str, Any], zeros_from_one: bool) -> dict[str, Any]:
         """Return `quantization_config`: one group of targets per codec, every other linear in `ignore`."""
-        by_codec: dict[Affine, list[str]] = {}
+        by_codec: dict[Any, list[str]] = {}
         for row in rows:
             if row.method != "keep":
                 by_codec.setdefault(row.codec, []).append(row.module)
@@ -93,78 +78,110 @@ class CompressedTensorsFormat:
         for number, (codec, modules) in enumerate(by_codec.items()):
             groups[f"group_{number}"] = {
                 "targets": ["Linear"] if len(by_codec) == 1 else modules,
-                "weights": {
-                    "num_bits": codec.bits,
-                    "type": "int",
-                    "symmetric": codec.symmetric,
-                    "strategy": "channel" if codec.group == -1 else "group",
-                    "group_size": None if codec.group == -1 else codec.group,
-                    "dynamic": False,
-                    "actorder": None,
-                },
-                "input_activations": None,
+                "weights": kinds.weight_args(codec),
+                "input_activations": kinds.input_args(codec),
                 "output_activations": None,
+                "format": kinds.kind_of(codec, self.naive),
             }
+        found = {group["format"] for group in groups.values()}
         return {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
+            "format": found.pop() if len(found) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": [*(row.module for row in rows if row.method == "keep"), *options["ignore"]],
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": options.get("kv_cache_scheme"),
             "global_compression_ratio": None,
         }
 
 
 FORMAT = CompressedTensorsFormat()
+NAIVE = CompressedTensorsFormat(naive=True)
 
 
 class CompressedTensorsStore(PackedStore):
-    """The reader of pack-quantized artifacts."""
+    """The reader."""
 
-    anchor = ".weight_packed"
-    suffixes = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
+    anchors = (".weight_scale",)
+    suffixes = (
+        ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".weight_global_scale",
+        ".input_scale", ".input_zero_point", ".input_global_scale", ".weight",
+    )  # fmt: skip
 
     def __init__(self, inner: TensorStore, config: dict[str, Any]) -> None:
         super().__init__(inner)
-        if config.get("format") != "pack-quantized":
-            raise SourceError(f"compressed-tensors format '{config.get('format')}' is not read yet, only pack-quantized.")
+        if config.get("format") not in READ:
+            raise SourceError(f"compressed-tensors format '{config.get('format')}' is not read. Known: {', '.join(READ)}.")
+        self.groups = config.get("config_groups") or {}
+        if not isinstance(self.groups, dict) or not all(isinstance(group, dict) for group in self.groups.values()):
+            raise SourceError("compressed-tensors: config_groups is no object of objects.")
+        self.notices: list[str] = []
         self.held = set(inner.names())
         self.shapes: dict[str, tuple[int, int]] = {}
+        self.inputs = {module: self._activations(module) for module in self.modules}
         for module in self.modules:
-            lacking = [f"{module}{s}" for s in (".weight_scale", ".weight_shape") if f"{module}{s}" not in self.held]
-            if lacking:
-                raise SourceError(f"The compressed-tensors checkpoint lacks {', '.join(lacking)}.")
-            out, columns = inner.read(f"{module}.weight_shape").tolist()
-            self.shapes[module] = (out, columns)
+            self.shapes[module] = self._shape(module)
+
+    def _shape(self, module: str) -> tuple[int, int]:
+        if f"{module}.weight" in self.held:
+            out, columns = self.inner.info(f"{module}.weight").shape
+            return out, columns
+        if f"{module}.weight_packed" not in self.held:
+            raise SourceError(f"The compressed-tensors checkpoint lacks {module}.weight or {module}.weight_packed.")
+        info = self.inner.info(f"{module}.weight_packed")
+        if info.dtype == "U8":
+            return info.shape[0], 2 * info.shape[1]
+        if f"{module}.weight_shape" not in self.held:
+            raise SourceError(f"The compressed-tensors checkpoint lacks {module}.weight_shape.")
+        out, columns = self.inner.read(f"{module}.weight_shape").tolist()
+        return out, columns
+
+    def _activations(self, module: str) -> str:
+        """Return how a module's inputs are rounded: none, dynamic or static."""
+        args = _scheme(self.groups, module).get("input_activations")
+        if not args:
+            return "none"
+        if args.get("num_bits") != 8 or not args.get("symmetric", True):
+            kind = f"{args.get('num_bits')}-bit {'' if args.get('symmetric', True) else 'asymmetric '}"
+            text = f"{kind}activations are not imitated: what is measured here is the weights alone"
+            self.notices += [] if text in self.notices else [text]
+            return "none"
+        return "static" if args.get("dynamic") is False else "dynamic"
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return (out, in)."""
         return self.shapes[module]
 
+    def activation(self, module: str) -> tuple[Activation, Tensor | None] | None:
+        """Return how a module's inputs are rounded, and the static scale, float32 [1]."""
+        if self.inputs[module] == "none":
+            return None
+        args, static = _scheme(self.groups, module)["input_activations"], self.inputs[module] == "static"
+        kind = "int8" if args.get("type", "int") == "int" else "fp8"
+        scale = self.inner.read(f"{module}.input_scale").float().reshape(1) if static else None
+        return Activation(kind, static, args.get("group_size") or 0 if args.get("strategy") == "group" else 0), scale
+
     def quant(self, module: str) -> QuantTensor:
         """Read a module."""
-        out, columns = self.shapes[module]
-        packed = self.inner.read(f"{module}.weight_packed")
-        bits = next((b for b in (2, 3, 4, 8) if _pad(columns, b) * b // 32 == packed.shape[1]), 0)
-        if not bits:
-            raise SourceError(f"{module}: {packed.shape[1]} words cannot hold rows of {columns}: packed by an older library?")
-        codes = unpack(packed.T.contiguous(), bits)[:columns].T.contiguous()
-        scale = self.inner.read(f"{module}.weight_scale").reshape(out, -1)
-        symmetric = f"{module}.weight_zero_point" not in self.held
-        if symmetric:
-            zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.uint8)
-        else:
-            zero = unpack(self.inner.read(f"{module}.weight_zero_point"), bits)[:out]
-        index = self.inner.read(f"{module}.weight_g_idx") if f"{module}.weight_g_idx" in self.held else None
-        group = -1 if scale.shape[1] == 1 else columns // scale.shape[1]
+        names = {suffix[1:]: module + suffix for suffix in self.suffixes if module + suffix in self.held}
+        tensors = {suffix: self.inner.read(name) for suffix, name in names.items()}
         try:
-            codec = Affine(bits, group, symmetric, str(scale.dtype).removeprefix("torch."))
+            return kinds.read_module(tensors, _scheme(self.groups, module).get("weights") or {}, self.inputs[module], module)
         except UsageError as error:
             raise SourceError(f"{module}: {error}") from None
-        return QuantTensor(codes, {"scale": scale.to(torch.float32), "zero": zero}, codec, index)
+
+
+def _scheme(groups: dict[str, Any], module: str) -> dict[str, Any]:
+    """Return the group of a module: one that names it, else one whose pattern fits, else that of all linears."""
+    best: tuple[int, dict[str, Any]] = (3, {})
+    for group in groups.values():
+        for target in map(str, group.get("targets") or []):
+            rank = 0 if target == module else 1 if target[:3] == "re:" and re.match(target[3:], module) else 2 if target == "Linear" else 3
+            best = min(best, (rank, group), key=lambda pair: pair[0])
+    return best[1]
 
 
 def open_store(inner: TensorStore, config: dict[str, Any]) -> tuple[TensorStore, str, list[str]]:
     """Return the store of a compressed-tensors artifact as plain weights, its description, and notices."""
-    return CompressedTensorsStore(inner, config), f"compressed-tensors {config.get('format')}", []
+    store = CompressedTensorsStore(inner, config)
+    return store, f"compressed-tensors {config.get('format')}", store.notices

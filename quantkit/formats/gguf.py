@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.codecs import CODECS, GGML_TYPES
+from quantkit.codecs import CODECS, GGML_TYPES, rounded
+from quantkit.codecs.affine import Affine
 from quantkit.errors import SourceError
 from quantkit.formats import _safetensors as st
 from quantkit.formats._gguf import Header, add_key, read_header
 from quantkit.formats._safetensors import TensorInfo
+from quantkit.tensors import QuantTensor
 
 CODEC_OF = {CODECS[name].type_id: name for name in GGML_TYPES}
 SETTINGS = {"head_dim": "attention.key_length", "n_positions": "context_length", "max_position_embeddings": "context_length"}
@@ -71,6 +73,29 @@ class GgufStore:
         values = decode(self.header, tensor, self.expert.get(name))
         values = self.processor.process(weights=values, name=tensor, tensor_key_mapping={}, parsed_parameters={}).weights
         return torch.from_numpy(values.copy()).to(torch.float32).reshape(self.infos[name].shape)
+
+    def exact_modules(self) -> dict[str, str]:
+        """Return the modules (plain names) whose blocks are symmetric groups of 32 integers, with their type."""
+        kinds = {
+            name: CODEC_OF.get(self.header.tensors[tensor].type_id, "") for name, tensor in self.tensors.items() if name not in self.expert
+        }
+        return {name.removesuffix(".weight"): kind for name, kind in kinds.items() if kind in ("Q4_0", "Q8_0") and name.endswith(".weight")}
+
+    def quant(self, module: str) -> QuantTensor:
+        """Read one of the exact modules as codes and scales; rows are put back in the model's order."""
+        name = f"{module}.weight"
+        tensor = self.tensors[name]
+        kind = CODEC_OF[self.header.tensors[tensor].type_id]
+        shape = self.infos[name].shape
+        codes, scale = rounded.to_codes(kind, torch.from_numpy(self.header.read(tensor, None)).reshape(shape[0], -1))
+
+        def ordered(values: Tensor) -> Tensor:
+            done = self.processor.process(weights=values.numpy(), name=tensor, tensor_key_mapping={}, parsed_parameters={}).weights
+            return torch.from_numpy(done.copy())
+
+        bits = 4 if kind == "Q4_0" else 8
+        zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.uint8)
+        return QuantTensor(ordered(codes), {"scale": ordered(scale), "zero": zero}, Affine(bits, 32, True))
 
     def stored_bytes(self, name: str) -> int:
         """Bytes that a name takes in the file."""

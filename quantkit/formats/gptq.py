@@ -31,6 +31,8 @@ class GptqFormat:
     name = "gptq"
     conv1d = True
     scattered = True
+    uniform = False
+    codecs = ("affine",)
     scale_dtypes = ("float16",)
     side_config = "quantize_config.json"
 
@@ -114,7 +116,7 @@ def most_common_codec(rows: list[PlanRow]) -> Affine:
 class GptqStore(PackedStore):
     """The reader."""
 
-    anchor = ".qweight"
+    anchors = (".qweight",)
     suffixes = (".qweight", ".qzeros", ".scales", ".g_idx")
 
     def __init__(self, inner: TensorStore, config: dict[str, Any]) -> None:

@@ -6,10 +6,18 @@ METHODS = Table(
     "method",
     [
         Row("gptq", "GPTQ: column by column, each rounding error spread over the columns still to come", "quantkit.methods.gptq:GPTQ"),
-        Row("rtn", "round to nearest, with the scale search but without calibration data", "quantkit.methods.rtn:RTN"),
+        Row("awq", "AWQ: input columns scaled so that rounding hurts the outputs least, then rounding or GPTQ", "quantkit.methods.awq:AWQ"),
+        Row(
+            "smoothquant",
+            "SmoothQuant: move the range of activations into the weights, so that both fit 8 bits",
+            "quantkit.methods.smoothquant:SmoothQuant",
+        ),
+        Row("rtn", "round to nearest: integers, FP8, NF4, FP4, MXFP4, NVFP4; no calibration data", "quantkit.methods.rtn:RTN"),
     ],
 )
 OPTIONS = {
     "gptq": "quantkit.methods._options:GptqOptions",
+    "awq": "quantkit.methods._options:AwqOptions",
+    "smoothquant": "quantkit.methods._options:SmoothQuantOptions",
     "rtn": "quantkit.methods._options:RtnOptions",
 }

@@ -12,6 +12,7 @@ The column loop's PyTorch reference is `columns_reference`; backends hold faster
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,39 +20,15 @@ from torch import Tensor
 from quantkit.backends import Backend
 from quantkit.codecs.affine import Affine
 from quantkit.methods._options import GptqOptions
-from quantkit.methods._rounding import round_weight
+from quantkit.methods._rounding import Search, candidates, keep_best, make_search, round_reference, round_weight
 from quantkit.tensors import Grid, LayerStats, Note, QuantTensor
 
 SPAN = 128
-KEPT = 4
 DOUBLE_LIMIT = 2048  # wider inputs are factored in float32, in half the memory
 INVERSE_BLOCK = 256
 NOISE = 3e-7  # a pivot smaller than this share of its diagonal is a rounding error
 DAMP_STEPS = (1.0, 10.0, 100.0)
 SAFE_DAMP = 1e-3  # below it, or with few tokens, the result is compared with plain rounding
-
-
-@dataclass(frozen=True)
-class Search:
-    """The candidate grids of a group: shrink factors (negative ones turn the grid round) and zero point offsets,
-    float32 [candidates], and how many of the best by weighted rounding error are tried in the column loop itself."""
-
-    shrinks: Tensor
-    zeros: Tensor
-    kept: int
-
-
-def make_search(symmetric: bool, wanted: bool, signed: bool, kept: int = KEPT) -> Search:
-    """Return the candidates for a grid; unwanted means one, spanning the weights."""
-    if not wanted:
-        return Search(torch.ones(1), torch.zeros(1), 1)
-    if symmetric:
-        shrinks = torch.arange(56, 107, 2, dtype=torch.float32) / 100
-        shrinks = torch.cat([shrinks, -shrinks]) if signed else shrinks
-        return Search(shrinks, torch.zeros_like(shrinks), kept)
-    shrinks = torch.arange(56, 107, 3, dtype=torch.float32) / 100
-    offsets = torch.tensor([-1.0, 0.0, 1.0])
-    return Search(shrinks.repeat_interleave(3), offsets.repeat(len(shrinks)), kept)
 
 
 @dataclass(frozen=True)
@@ -144,21 +121,8 @@ def columns_reference(
 
 
 def _search_group(weight: Tensor, factor: Tensor, importance: Tensor, codec: Affine, search: Search) -> tuple[Tensor, Tensor]:
-    low, high = codec.range_of(weight)
-    shrinks, offsets = search.shrinks.to(weight.device), search.zeros.to(weight.device)
-    scale = codec.round_scale((high[:, None] * shrinks - low[:, None] * shrinks) / codec.high)
-    zero = torch.full_like(scale, codec.middle)
-    if not codec.symmetric:
-        middle = (low + high)[:, None] / 2  # a shrunk range keeps its middle
-        zero = ((codec.high / 2 - middle / scale).round() + offsets).clamp(0, codec.high)
-    error, inverse = torch.zeros_like(scale), 1.0 / scale
-    for j in range(weight.shape[1]):
-        value = weight[:, j, None]
-        code = ((value * inverse).round() + zero).clamp(0, codec.high)
-        error += importance[j] * (scale * (code - zero) - value).square()
-    kept = torch.argsort(error, dim=1, stable=True)[:, : search.kept]
-    scale, zero = scale.gather(1, kept), zero.gather(1, kept)
-    if kept.shape[1] > 1:
+    scale, zero = keep_best(weight, importance, codec, candidates(weight, codec, search), search.kept)
+    if scale.shape[1] > 1:
         best = _simulate(weight, factor, codec, scale, zero).argmin(1, keepdim=True)
         scale, zero = scale.gather(1, best), zero.gather(1, best)
     return scale[:, 0], zero[:, 0]
@@ -182,6 +146,7 @@ class GPTQ:
     def __init__(self, options: GptqOptions, backend: Backend) -> None:
         self.options = options
         self.columns = backend.op("gptq_columns", columns_reference)
+        self.round = backend.op("round_affine", round_reference)
 
     def prepare(self, stats: LayerStats, codec: Affine) -> Factor:
         """Return the factor of an input for weights on this codec; damping escalates until one exists."""
@@ -211,7 +176,10 @@ class GPTQ:
         tries = {start, *(max(start, 0.001) * step for step in DAMP_STEPS), 1.0}
         return sorted(t for t in tries if t <= 1.0)
 
-    def solve(self, weight: Tensor, factor: Factor, codec: Affine) -> tuple[QuantTensor, Note]:
+    def share(self, weights: list[Tensor], codec: Affine) -> None:
+        """Nothing is shared between weights."""
+
+    def solve(self, weight: Tensor, factor: Factor, codec: Affine, shared: Any = None) -> tuple[QuantTensor, Note]:
         """Return codes for a weight, float32 [out, in], and how it went."""
         rounded = None
         if factor.upper is None or factor.tokens < weight.shape[1] or factor.damp < SAFE_DAMP:
@@ -230,7 +198,7 @@ class GPTQ:
 
     def _round(self, weight: Tensor, factor: Factor, codec: Affine) -> QuantTensor:
         """Return the weight rounded to nearest on searched grids, in the natural column order."""
-        return round_weight(weight, codec, self.options.scale_search)
+        return round_weight(weight, codec, make_search(codec.symmetric, self.options.scale_search, self.options.signed), None, self.round)
 
     def _solve_columns(self, weight: Tensor, factor: Factor, codec: Affine) -> tuple[QuantTensor, float]:
         assert factor.upper is not None

@@ -18,66 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.backends.cpu._affine import MAGIC, TILE, diagonal_errors, grid_limits, make_candidates, take_least
 from quantkit.backends.cpu._encode import in_chunks
 from quantkit.backends.cpu._jit import jit
 
-TILE = 32
 CHUNK_ROWS = 2 * TILE
-# Adding and subtracting 1.5 * 2^23 rounds half-even, as vectors do; beyond 2^22 the clamp to a code decides anyway.
-MAGIC = np.float32(12582912.0)
-
-
-@jit
-def _round_scale(values: Any, bits: Any, mantissa: int, limits: Any) -> None:
-    """Round float32 `values` half-even to a format with `mantissa` bits, keeping signs; `bits` views them as int32."""
-    for k in range(values.size):
-        size = min(max(abs(values[k]), limits[0]), limits[1])
-        values[k] = -size if values[k] < np.float32(0.0) else size
-    if mantissa < 23:
-        drop = 23 - mantissa
-        for k in range(values.size):
-            bits[k] = ((bits[k] + (1 << (drop - 1)) - 1 + ((bits[k] >> drop) & 1)) >> drop) << drop
-
-
-@jit
-def _candidates(part: Any, shrinks: Any, zeros: Any, middle: int, high: int, mantissa: int, limits: Any, scale: Any, zero: Any) -> None:
-    """Fill scale and zero, float32 [candidates, TILE], for a group [columns, TILE]; `middle` 0 means asymmetric."""
-    low, top = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
-    for j in range(part.shape[0]):
-        for i in range(TILE):
-            low[i], top[i] = min(low[i], part[j, i]), max(top[i], part[j, i])
-    if middle:
-        for i in range(TILE):
-            top[i] = max(-low[i], top[i])
-            low[i] = -top[i]
-    for k in range(scale.shape[0]):
-        for i in range(TILE):
-            scale[k, i] = (top[i] * shrinks[k] - low[i] * shrinks[k]) / np.float32(high)
-    flat = scale.reshape(-1)
-    _round_scale(flat, flat.view(np.int32), mantissa, limits)
-    for k in range(scale.shape[0]):
-        for i in range(TILE):
-            if middle:
-                zero[k, i] = np.float32(middle)
-            else:
-                base = np.float32(high) / np.float32(2.0) - (low[i] + top[i]) / np.float32(2.0) / scale[k, i]
-                zero[k, i] = min(max((base + MAGIC) - MAGIC + zeros[k], np.float32(0.0)), np.float32(high))
-
-
-@jit
-def _diagonal_errors(part: Any, importance: Any, scale: Any, zero: Any, high: int, inverse: Any, error: Any) -> None:
-    """Fill error, float32 [candidates, TILE]: the importance-weighted squared rounding error of the group."""
-    top = np.float32(high)
-    for k in range(scale.shape[0]):
-        for i in range(TILE):
-            inverse[i] = np.float32(1.0) / scale[k, i]
-            error[k, i] = np.float32(0.0)
-        for j in range(part.shape[0]):
-            weight = importance[j]
-            for i in range(TILE):
-                q = min(max((part[j, i] * inverse[i] + MAGIC) - MAGIC + zero[k, i], np.float32(0.0)), top)
-                d = scale[k, i] * (q - zero[k, i]) - part[j, i]
-                error[k, i] += weight * (d * d)
 
 
 @jit
@@ -112,13 +57,7 @@ def _choose(
     for i in range(TILE):
         limit[i] = np.float32(np.inf)
     for _ in range(kept):
-        for i in range(TILE):
-            k = 0
-            for other in range(1, error.shape[0]):
-                if error[other, i] < error[k, i]:
-                    k = other
-            error[k, i] = np.float32(np.inf)
-            try_scale[i], try_zero[i] = scale[k, i], zero[k, i]
+        take_least(error, scale, zero, try_scale, try_zero)
         if kept > 1:
             _simulate(part, factor, a, try_scale, try_zero, high, inverse, step, work, loss)
         for i in range(TILE):
@@ -186,8 +125,8 @@ def _tile(
         a = g * group
         if count:
             part = work[a : a + group]
-            _candidates(part, shrinks, zeros, middle, high, mantissa, limits, cand_scale, cand_zero)
-            _diagonal_errors(part, importance[a : a + group], cand_scale, cand_zero, high, inverse, cand_error)
+            make_candidates(part, shrinks, zeros, middle, high, mantissa, limits, cand_scale, cand_zero)
+            diagonal_errors(part, importance[a : a + group], cand_scale, cand_zero, high, inverse, cand_error)
             _choose(part, factor, a, cand_scale, cand_zero, cand_error, kept, high, room, best_scale, best_zero)
         for i in range(rows):
             if count:
@@ -214,13 +153,11 @@ def gptq_columns(threads: int) -> Callable[..., tuple[Tensor, Tensor, Tensor, Te
             scale, zero = (np.ascontiguousarray(part.numpy()) for part in (grid.scale, grid.offset))
             shrinks = zeros = np.empty(0, np.float32)
         codes, errors = np.empty((rows, columns), np.uint8), np.empty((rows, columns), np.float32)
-        from quantkit.codecs.affine import MIN_SCALE
-
-        mantissa = {"float16": 10, "bfloat16": 7, "float32": 23}[codec.scale_dtype]
+        mantissa, limits = grid_limits(codec)
         fixed = (
             np.ascontiguousarray(factor.numpy()), np.ascontiguousarray(importance.numpy()), group,
             (scale, zero, codes, errors), shrinks, zeros, min(search.kept, max(shrinks.size, 1)),
-            codec.middle if codec.symmetric else 0, codec.high, mantissa, np.array([MIN_SCALE, codec.max_scale], np.float32),
+            codec.middle if codec.symmetric else 0, codec.high, mantissa, limits,
         )  # fmt: skip
         starts = range(0, rows, CHUNK_ROWS)
 
