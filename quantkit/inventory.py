@@ -15,6 +15,7 @@ import torch
 from quantkit.codecs import CODECS
 from quantkit.formats._packed import PackedStore
 from quantkit.formats.gguf import CODEC_OF, GgufStore
+from quantkit.formats.mxfp4 import Mxfp4Store
 from quantkit.formats.store import TensorStore
 from quantkit.plan import runtimes
 from quantkit.source import Source
@@ -56,6 +57,8 @@ def items(source: Source) -> Iterator[Item]:
             yield Item(name, store.info(name).shape, CODEC_OF.get(entry.type_id, f"ggml type {entry.type_id}"), store.stored_bytes(name))
         elif isinstance(store, PackedStore) and store.is_packed(name):
             yield _packed(store, name)
+        elif isinstance(store, Mxfp4Store) and name in store.stacks:
+            yield Item(name, store.info(name).shape, "mxfp4, groups of 32", store.stored_bytes(name))
         else:
             info = store.info(name)
             yield Item(name, info.shape, info.dtype, info.nbytes)
@@ -76,6 +79,8 @@ def who_takes_it(source: Source, found: list[Item]) -> list[str]:
     if isinstance(source.store, GgufStore):
         unknown = sorted({item.scheme for item in found if item.scheme not in CODECS.names()})
         return ["llama.cpp, Ollama: yes" + (f" (types that quantkit does not write: {', '.join(unknown)})" if unknown else "")]
+    if isinstance(source.store, Mxfp4Store):
+        return ["transformers, vLLM, SGLang: as it is"]
     packed = [(item.codec, item.shape) for item in found if item.codec is not None]
     if not packed:
         return ["transformers, vLLM, SGLang: as it is; llama.cpp: after quantkit export-gguf"]

@@ -74,7 +74,7 @@ def _refusal(form: Any, tensor: QuantTensor, shape: tuple[int, int], transposed:
     codec = tensor.codec
     if codec.name not in form.codecs:
         return f"it holds {', '.join(form.codecs)}, not {codec.name}"
-    if codec.activation is not None and form.name != "compressed-tensors":
+    if codec.activation is not None and form.name not in ("compressed-tensors", "fp8"):
         return "it has no place for rounded activations"
     if transposed and not form.conv1d:
         return "no runtime loads Conv1D layers from it"

@@ -22,6 +22,7 @@ from quantkit.codecs.float8 import BLOCK, Float8
 from quantkit.codecs.fp4 import Fp4
 from quantkit.errors import SourceError
 from quantkit.formats._bits import fields_per_period, pack, unpack
+from quantkit.formats._packed import group_of
 from quantkit.formats._safetensors import CODES, TensorInfo
 from quantkit.tensors import QuantTensor
 
@@ -146,7 +147,7 @@ def read_module(tensors: dict[str, Tensor], args: Args, activations: str, where:
     if "weight_packed" in tensors and tensors["weight_packed"].dtype == torch.uint8:
         return _read_fp4(tensors, where)
     if "weight_packed" in tensors:
-        return _read_words(tensors, where)
+        return _read_words(tensors, args, where)
     weight, dtype = tensors["weight"], str(scale.dtype).removeprefix("torch.")
     if weight.dtype == torch.float8_e4m3fn:
         strategy = "tensor" if scale.dim() < 2 else "channel" if scale.shape == (len(weight), 1) else "block"
@@ -165,7 +166,7 @@ def read_module(tensors: dict[str, Tensor], args: Args, activations: str, where:
         if zero is None
         else _unsigned(zero.reshape(-1, 1).expand(rows.shape) if zero.numel() == 1 else zero, 128)
     )
-    group = -1 if rows.shape[1] == 1 else weight.shape[1] // rows.shape[1]
+    group = group_of(weight.shape[1], rows.shape[1], args.get("group_size"))
     affine = Affine(8, group, zero is None, dtype, activations)
     return QuantTensor(_unsigned(weight, 128), {"scale": rows.contiguous(), "zero": zeros.contiguous(), **params}, affine)
 
@@ -181,7 +182,7 @@ def _read_fp4(tensors: dict[str, Tensor], where: str) -> QuantTensor:
     return QuantTensor(codes, {"scale": scale.view(torch.uint8), "global_scale": whole}, codec)
 
 
-def _read_words(tensors: dict[str, Tensor], where: str) -> QuantTensor:
+def _read_words(tensors: dict[str, Tensor], args: Args, where: str) -> QuantTensor:
     out, columns = tensors["weight_shape"].tolist()
     packed = tensors["weight_packed"]
     bits = next((b for b in (2, 3, 4, 8) if pad(columns, b) * b // 32 == packed.shape[1]), 0)
@@ -191,6 +192,6 @@ def _read_words(tensors: dict[str, Tensor], where: str) -> QuantTensor:
     scale = tensors["weight_scale"].reshape(out, -1)
     words = tensors.get("weight_zero_point")
     zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.uint8) if words is None else unpack(words, bits)[:out]
-    group = -1 if scale.shape[1] == 1 else columns // scale.shape[1]
+    group = group_of(columns, scale.shape[1], args.get("group_size"))
     codec = Affine(bits, group, words is None, str(scale.dtype).removeprefix("torch."))
     return QuantTensor(codes, {"scale": scale.to(torch.float32), "zero": zero}, codec, tensors.get("weight_g_idx"))

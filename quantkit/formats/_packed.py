@@ -73,3 +73,10 @@ class PackedStore(ABC):
     def files(self) -> list[Path]:
         """The files of the wrapped store."""
         return self.inner.files()
+
+
+def group_of(columns: int, groups: int, declared: object) -> int:
+    """Return the group size of a row of `columns` with so many groups: -1 for one, unless the configuration names the row's width."""
+    if groups > 1:
+        return columns // groups
+    return columns if declared == columns else -1

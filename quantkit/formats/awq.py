@@ -19,7 +19,7 @@ from torch import Tensor
 from quantkit.codecs.affine import Affine
 from quantkit.errors import PlanError, SourceError, UsageError
 from quantkit.formats._bits import pack, unpack
-from quantkit.formats._packed import PackedStore
+from quantkit.formats._packed import PackedStore, group_of
 from quantkit.formats._safetensors import TensorInfo
 from quantkit.formats.store import TensorStore
 from quantkit.tensors import PlanRow, QuantTensor
@@ -115,6 +115,7 @@ class AwqStore(PackedStore):
 
     def __init__(self, inner: TensorStore, config: dict[str, Any]) -> None:
         super().__init__(inner)
+        self.declared = config.get("group_size")
         version = str(config.get("version") or config.get("format") or "gemm").lower()
         bits = config.get("bits", config.get("w_bit", BITS))
         if version != "gemm" or bits != BITS:
@@ -139,7 +140,7 @@ class AwqStore(PackedStore):
         codes = _unpack(self.inner.read(f"{module}.qweight"))
         zero = _unpack(self.inner.read(f"{module}.qzeros"))
         scale = self.inner.read(f"{module}.scales")
-        group = -1 if len(scale) == 1 else codes.shape[1] // len(scale)
+        group = group_of(codes.shape[1], len(scale), self.declared)
         dtype = str(scale.dtype).removeprefix("torch.")
         try:
             codec = Affine(BITS, group, bool((zero == 1 << (BITS - 1)).all()), dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit.codecs.affine import BITS, Affine
 from quantkit.errors import SourceError, UsageError
 from quantkit.formats._bits import fields_per_period, pack, unpack
-from quantkit.formats._packed import PackedStore
+from quantkit.formats._packed import PackedStore, group_of
 from quantkit.formats._safetensors import TensorInfo
 from quantkit.formats.store import TensorStore
 from quantkit.tensors import PlanRow, QuantTensor
@@ -126,6 +126,7 @@ class GptqStore(PackedStore):
             raise SourceError(f"checkpoint_format '{form}' is not read. Known: {V1}, {V2}.")
         self.offset = 1 if form == V1 else 0
         self.symmetric = bool(config.get("sym", True))
+        self.declared = config.get("group_size")
         held = set(inner.names())
         for module in self.modules:
             lacking = [f"{module}{s}" for s in self.suffixes[:3] if f"{module}{s}" not in held]
@@ -163,7 +164,7 @@ class GptqStore(PackedStore):
             trivial = torch.arange(columns, dtype=index.dtype) // width
             index = None if torch.equal(index, trivial) or not bool(index.any()) else index
         dtype = str(scale.dtype).removeprefix("torch.")
-        group = -1 if scale.shape[0] == 1 else width
+        group = group_of(columns, scale.shape[0], self.declared)
         codec = _codec(bits, group, bool((zero == 1 << (bits - 1)).all()), dtype, module)
         return QuantTensor(codes, {"scale": scale.T.to(torch.float32).contiguous(), "zero": zero}, codec, index)
 

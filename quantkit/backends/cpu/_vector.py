@@ -130,6 +130,112 @@ def store_bytes(typing: Any, array: Any, row: Any, value: Any) -> Any:
     return types.void(array, types.intp, VECTOR), build
 
 
+def _at(context: Any, builder: Any, kind: Any, array: Any, offset: Any, element: Any, count: int) -> Any:
+    """Return a pointer to `count` elements of a C-contiguous array from element `offset` on, as one vector."""
+    data = cgutils.create_struct_proxy(kind)(context, builder, value=array).data
+    return builder.bitcast(builder.gep(data, [offset]), ir.VectorType(element, count).as_pointer())
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_at(typing: Any, array: Any, offset: Any) -> Any:
+    """Return LANES numbers of a float32 array from element `offset` on."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load(_at(context, builder, sig.args[0], args[0], args[1], ir.FloatType(), LANES), align=4)
+
+    return VECTOR(array, types.intp), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_bytes(typing: Any, array: Any, offset: Any) -> Any:
+    """Return LANES bytes of a uint8 array from element `offset` on, as float32."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        narrow = builder.load(_at(context, builder, sig.args[0], args[0], args[1], ir.IntType(8), LANES), align=1)
+        wide = builder.zext(narrow, ir.VectorType(ir.IntType(32), LANES))
+        return builder.sitofp(wide, FLOATS)
+
+    return VECTOR(array, types.intp), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_nibbles(typing: Any, array: Any, offset: Any) -> Any:
+    """Return LANES codes of 4 bits from LANES / 2 bytes of a uint8 array, as float32: the low nibbles, then the high ones."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        half = ir.VectorType(ir.IntType(8), LANES // 2)
+        data = builder.load(_at(context, builder, sig.args[0], args[0], args[1], ir.IntType(8), LANES // 2), align=1)
+        low = builder.and_(data, ir.Constant(half, [15] * (LANES // 2)))
+        high = builder.lshr(data, ir.Constant(half, [4] * (LANES // 2)))
+        order = ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(range(LANES)))
+        wide = builder.zext(builder.shuffle_vector(low, high, order), ir.VectorType(ir.IntType(32), LANES))
+        return builder.sitofp(wide, FLOATS)
+
+    return VECTOR(array, types.intp), build
+
+
+def _fields(width: int) -> Callable[[Any, Any, Any], Any]:
+    """Return the typer of a load of LANES codes of `width` bits, a power of two below 8, in the order of lanes."""
+    per_word = 32 // width  # lane i takes field i % per_word of the 32-bit word i / per_word
+    wide = ir.VectorType(ir.IntType(32), LANES)
+
+    def typer(typing: Any, array: Any, offset: Any) -> Any:
+        def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            pointer = _at(context, builder, sig.args[0], args[0], args[1], ir.IntType(8), LANES * width // 8)
+            words = builder.bitcast(builder.load(pointer, align=1), ir.VectorType(ir.IntType(32), LANES // per_word))
+            spread = builder.shuffle_vector(words, words, ir.Constant(wide, [lane // per_word for lane in range(LANES)]))
+            shifted = builder.lshr(spread, ir.Constant(wide, [width * (lane % per_word) for lane in range(LANES)]))
+            return builder.uitofp(builder.and_(shifted, ir.Constant(wide, [(1 << width) - 1] * LANES)), FLOATS)
+
+        return VECTOR(array, types.intp), build
+
+    return typer
+
+
+load_ones = intrinsic(_fields(1))
+load_twos = intrinsic(_fields(2))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def half_at(typing: Any, array: Any, offset: Any) -> Any:
+    """Return an element of a uint16 array as the float16 it holds, float32."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        data = cgutils.create_struct_proxy(sig.args[0])(context, builder, value=args[0]).data
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.HalfType().as_pointer())
+        return builder.fpext(builder.load(pointer, align=2), ir.FloatType())
+
+    return types.float32(array, types.intp), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return a * b + c, rounded once where the processor can: for products, not for codes."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32"), args)
+
+    return VECTOR(VECTOR, VECTOR, VECTOR), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def total(typing: Any, value: Any) -> Any:
+    """Return the sum of the lanes, pairwise: halves are added until one number is left."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        value, count = args[0], LANES
+        while count > 1:
+            count //= 2
+            index = ir.VectorType(ir.IntType(32), count)
+            parts = [ir.Constant(index, list(range(start, start + count))) for start in (0, count)]
+            low, high = (builder.shuffle_vector(value, value, part) for part in parts)
+            value = builder.fadd(low, high)
+        return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(VECTOR), build
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def where(typing: Any, mask: Any, a: Any, b: Any) -> Any:
     """Return a where the mask is set, else b."""
