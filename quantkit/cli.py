@@ -20,6 +20,7 @@ import typer
 
 from quantkit import __version__, memory
 from quantkit.commands._options import (
+    BenchOptions,
     ConvertOptions,
     DiffOptions,
     EvalOptions,
@@ -195,10 +196,19 @@ def diff(
 @app.command("generate")
 @flags(GenerateOptions)
 def generate(model: Model, asked: GenerateOptions) -> None:
-    """Continue a prompt greedily, to see that an artifact speaks."""
+    """Continue prompts from the packed weights: batches, caches of pages or 8 bits, drafts."""
     from quantkit.commands import generate as module
 
-    typer.echo(module.generate(model, asked))
+    module.generate(model, asked)
+
+
+@app.command("bench")
+@flags(BenchOptions)
+def bench(model: Model, asked: BenchOptions) -> None:
+    """Measure prefill and decoding from the packed weights, beside transformers' own loop."""
+    from quantkit.commands import generate as module
+
+    module.bench(model, asked)
 
 
 @app.command("version")

@@ -83,6 +83,8 @@ class LayerStats:
         assert not self.finished
         rows = inputs.detach().reshape(-1, self.width).to(torch.float32)
         self.tokens += rows.shape[0]
+        if not rows.numel():
+            return
         if not torch.isfinite(rows.sum()):
             self.nonfinite += int((~torch.isfinite(rows)).any(dim=1).sum())
             return

@@ -18,6 +18,8 @@ KERNELS = Table(
     "kernel",
     [
         Row("cpu/gptq_columns", "GPTQ's column loop in Numba", "quantkit.backends.cpu.columns:gptq_columns"),
+        Row("cpu/packed_linear", "Numba on bit planes", "quantkit.backends.cpu.linear:packed_linear"),
+        Row("cpu/attend", "Numba, page by page", "quantkit.backends.cpu.attend:attend"),
         Row("cpu/round_affine", "rounding on searched grids in Numba", "quantkit.backends.cpu.rounding:round_affine"),
         *(
             Row(f"cpu/{name}", "Numba, blocks as SIMD lanes", f"quantkit.backends.cpu.{module}:{name.lower()}")

@@ -9,6 +9,7 @@ Source: ggml-common.h and ggml-quants.c of ggml (layouts), docs/gguf.md (type id
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,19 @@ from torch import Tensor
 from quantkit.errors import PlanError
 
 K = 256
+
+
+class Parts(NamedTuple):
+    """Blocks as integers: value = scale * (code - middle) + offset.
+
+    codes: uint8 [N, block] of `bits` bits; scale, offset: float32 [N, groups of a block], the offset None for 0.
+    """
+
+    bits: int
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    middle: int
 
 
 class BlockCodec(ABC):
@@ -68,6 +82,10 @@ class BlockCodec(ABC):
         if not data.numel():
             return torch.empty(count, columns, dtype=torch.float32, device=data.device)
         return self.values(data.reshape(-1, self.size)).reshape(count, columns)
+
+    def parts(self, data: Tensor) -> Parts | None:
+        """Return blocks, uint8 [N, size], as integers with scales, or None if they are not that."""
+        return None
 
     @abstractmethod
     def values(self, data: Tensor) -> Tensor:

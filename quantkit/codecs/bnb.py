@@ -114,12 +114,13 @@ class Bnb4:
         if self.double:
             params = nest(absmax)
             if search:
-                absmax = self._absmax(params)  # codes for the scales that will be read back
+                absmax = self.absmax(params)  # codes for the scales that will be read back
         scaled = (flat * (1.0 / absmax.clamp_min(TINY))[:, None]).clamp(-1, 1)
         codes = _nearest(scaled, table).to(torch.uint8).reshape(-1)[: weight.numel()]
         return QuantTensor(codes.view(weight.shape), params, self)
 
-    def _absmax(self, params: dict[str, Tensor]) -> Tensor:
+    def absmax(self, params: dict[str, Tensor]) -> Tensor:
+        """Return the scale of every block, float32 [blocks]."""
         if not self.double:
             return params["absmax"]
         table = dynamic_table().to(params["absmax"].device)
@@ -131,7 +132,7 @@ class Bnb4:
         codes = tensor.codes.reshape(-1)
         values = table_of(self.kind).to(codes.device)[codes.long()]
         blocks = torch.arange(len(codes), device=codes.device) // self.block
-        return (values * self._absmax(tensor.params)[blocks]).view(tensor.codes.shape)
+        return (values * self.absmax(tensor.params)[blocks]).view(tensor.codes.shape)
 
 
 def nest(absmax: Tensor) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.codecs import _search
-from quantkit.codecs._ggml import BlockCodec, K, as_half, halves, join, pack_quarters, read_half, unpack_quarters
+from quantkit.codecs._ggml import BlockCodec, K, Parts, as_half, halves, join, pack_quarters, read_half, unpack_quarters
 
 SPAN = (-0.9, 0.05, 36)
 
@@ -96,8 +96,8 @@ class Minimum(BlockCodec):
             fields.insert(3, fifth.sum(1).to(torch.uint8))
         return join(*fields)
 
-    def values(self, data: Tensor) -> Tensor:
-        """Return float32 [N, 256]."""
+    def parts(self, data: Tensor) -> Parts:
+        """Return codes of 2, 4 or 5 bits, scales and minima."""
         if self.bits == 2:
             scales, lows, codes = data[:, :16] & 15, data[:, :16] >> 4, unpack_quarters(data[:, 16:80])
             d, dmin = read_half(data, 80), read_half(data, 82)
@@ -109,8 +109,13 @@ class Minimum(BlockCodec):
             if self.bits == 5:
                 fifth = (data[:, 16:48, None] >> torch.arange(8, device=data.device)) & 1
                 codes = codes | (fifth.transpose(1, 2).reshape(-1, K).to(torch.uint8) << 4)
-        step, offset = d * scales, dmin * lows
-        return (step[:, :, None] * codes.reshape(-1, K // self.sub, self.sub) - offset[:, :, None]).reshape(-1, K)
+        return Parts(self.bits, codes, d * scales, -(dmin * lows), 0)
+
+    def values(self, data: Tensor) -> Tensor:
+        """Return float32 [N, 256]."""
+        _, codes, step, offset, _ = self.parts(data)
+        assert offset is not None
+        return (step[:, :, None] * codes.reshape(-1, K // self.sub, self.sub) + offset[:, :, None]).reshape(-1, K)
 
 
 def _pack_six(scales: Tensor, lows: Tensor) -> Tensor:
@@ -156,15 +161,19 @@ class ThreeBits(BlockCodec):
         high = (stored >> 4).reshape(-1, 4, 4) << (2 * torch.arange(4, device=stored.device))[:, None]
         return join(low, high.sum(1).to(torch.uint8))
 
-    def values(self, data: Tensor) -> Tensor:
-        """Return float32 [N, 256]."""
+    def parts(self, data: Tensor) -> Parts:
+        """Return codes of 3 bits and scales."""
         third = (data[:, None, :32] >> torch.arange(8, device=data.device)[:, None]) & 1
-        codes = unpack_quarters(data[:, 32:96]).to(torch.float32) + 4.0 * third.reshape(-1, K)
+        codes = unpack_quarters(data[:, 32:96]) | (third.reshape(-1, K) << 2)
         low = torch.cat([data[:, 96:104] & 15, data[:, 96:104] >> 4], dim=1)
         high = (data[:, None, 104:108] >> (2 * torch.arange(4, device=data.device))[:, None]) & 3
         scales = (low | (high.reshape(-1, 16).to(torch.uint8) << 4)).to(torch.float32) - 32
-        step = read_half(data, 108) * scales
-        return (step[:, :, None] * (codes - 4).reshape(-1, 16, 16)).reshape(-1, K)
+        return Parts(3, codes, read_half(data, 108) * scales, None, 4)
+
+    def values(self, data: Tensor) -> Tensor:
+        """Return float32 [N, 256]."""
+        _, codes, step, _, middle = self.parts(data)
+        return (step[:, :, None] * (codes.to(torch.float32) - middle).reshape(-1, 16, 16)).reshape(-1, K)
 
 
 class SixBits(BlockCodec):
@@ -191,12 +200,16 @@ class SixBits(BlockCodec):
         signed = stored.T.to(torch.int8).contiguous().view(torch.uint8)
         return join(low, pack_quarters(codes >> 4), signed, halves(d))
 
-    def values(self, data: Tensor) -> Tensor:
-        """Return float32 [N, 256]."""
+    def parts(self, data: Tensor) -> Parts:
+        """Return codes of 6 bits and scales."""
         low = data[:, :128].reshape(-1, 2, 2, 32)
         codes = torch.cat([low & 15, low >> 4], dim=2).reshape(-1, K) | (unpack_quarters(data[:, 128:192]) << 4)
-        step = read_half(data, 208) * data[:, 192:208].contiguous().view(torch.int8)
-        return (step[:, :, None] * (codes.to(torch.float32) - 32).reshape(-1, 16, 16)).reshape(-1, K)
+        return Parts(6, codes, read_half(data, 208) * data[:, 192:208].contiguous().view(torch.int8), None, 32)
+
+    def values(self, data: Tensor) -> Tensor:
+        """Return float32 [N, 256]."""
+        _, codes, step, _, middle = self.parts(data)
+        return (step[:, :, None] * (codes.to(torch.float32) - middle).reshape(-1, 16, 16)).reshape(-1, K)
 
 
 Q2_K = Minimum("Q2_K", 10, 84, bits=2, sub=16, top=15, span=(-0.5, 0.1, 15), share=1.0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.codecs import _search
-from quantkit.codecs._ggml import BlockCodec, halves, join, mean_square, pair_nibbles, read_half, split_nibbles
+from quantkit.codecs._ggml import BlockCodec, Parts, halves, join, mean_square, pair_nibbles, read_half, split_nibbles
 
 SPAN = (-0.9, 0.05, 36)
 
@@ -59,16 +59,21 @@ class Rounded(BlockCodec):
             fields.append(((codes.reshape(-1, 4, 8) >> 4) << torch.arange(8, device=codes.device)).sum(2).to(torch.uint8))
         return join(*fields, pair_nibbles(codes & 15))
 
-    def values(self, data: Tensor) -> Tensor:
-        """Return float32 [N, 32]."""
+    def parts(self, data: Tensor) -> Parts:
+        """Return codes of 4 or 5 bits, a scale, and the minimum if there is one."""
         codes = split_nibbles(data[:, -16:])
         if self.bits == 5:
             fifth = (data[:, -20:-16, None] >> torch.arange(8, device=data.device)) & 1
             codes = codes | (fifth.reshape(-1, 32).to(torch.uint8) << 4)
-        scale = read_half(data, 0)
         if self.minimum:
-            return codes.to(torch.float32) * scale + read_half(data, 2)
-        return (codes.to(torch.float32) - (1 << (self.bits - 1))) * scale
+            return Parts(self.bits, codes, read_half(data, 0), read_half(data, 2), 0)
+        return Parts(self.bits, codes, read_half(data, 0), None, 1 << (self.bits - 1))
+
+    def values(self, data: Tensor) -> Tensor:
+        """Return float32 [N, 32]."""
+        _, codes, scale, offset, middle = self.parts(data)
+        value = (codes.to(torch.float32) - middle) * scale
+        return value if offset is None else value + offset
 
 
 def _truncate(value: Tensor) -> Tensor:
@@ -88,6 +93,11 @@ class Bytes(BlockCodec):
         whole = scaled.trunc()
         codes = whole + torch.where((scaled - whole).abs() >= 0.5, scaled.sign(), 0.0)
         return join(halves(scale), codes.T.to(torch.int8).contiguous().view(torch.uint8))
+
+    def parts(self, data: Tensor) -> Parts:
+        """Return codes of 8 bits, moved to 0..255, and a scale."""
+        codes = data[:, 2:] ^ 128  # adding 128 to a signed byte
+        return Parts(8, codes, read_half(data, 0), None, 128)
 
     def values(self, data: Tensor) -> Tensor:
         """Return float32 [N, 32]."""

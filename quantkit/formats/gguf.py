@@ -97,6 +97,15 @@ class GgufStore:
         zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.uint8)
         return QuantTensor(ordered(codes), {"scale": ordered(scale), "zero": zero}, Affine(bits, 32, True))
 
+    def raw_rows(self, name: str) -> tuple[Tensor, Any] | None:
+        """Return a matrix's blocks as stored, uint8 [rows, bytes], rows in the model's order, and its codec; None if there is none."""
+        kind = CODEC_OF.get(self.header.tensors[self.tensors[name]].type_id)
+        if kind is None or name in self.expert or len(self.infos[name].shape) != 2:
+            return None
+        data = self.header.read(self.tensors[name], None).reshape(self.infos[name].shape[0], -1)
+        done = self.processor.process(weights=data, name=self.tensors[name], tensor_key_mapping={}, parsed_parameters={}).weights
+        return torch.from_numpy(done.copy()), CODECS[kind]
+
     def stored_bytes(self, name: str) -> int:
         """Bytes that a name takes in the file."""
         entry = self.header.tensors[self.tensors[name]]

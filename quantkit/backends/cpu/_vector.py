@@ -197,6 +197,32 @@ load_twos = intrinsic(_fields(2))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def load_brains(typing: Any, array: Any, offset: Any) -> Any:
+    """Return LANES bfloat16 numbers from 2 * LANES bytes of a uint8 array."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer = _at(context, builder, sig.args[0], args[0], args[1], ir.IntType(8), 2 * LANES)
+        words = builder.bitcast(pointer, ir.VectorType(ir.IntType(16), LANES).as_pointer())
+        wide = builder.zext(builder.load(words, align=1), ir.VectorType(ir.IntType(32), LANES))
+        shifted = builder.shl(wide, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [16] * LANES))
+        return builder.bitcast(shifted, FLOATS)
+
+    return VECTOR(array, types.intp), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pair(typing: Any, low: Any, high: Any) -> Any:
+    """Return a vector whose lower half of lanes holds one float32 number and whose upper half another."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        low, high = (_splat(builder, value, FLOATS) for value in args)
+        order = [lane if lane < LANES // 2 else LANES + lane for lane in range(LANES)]
+        return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(ir.IntType(32), LANES), order))
+
+    return VECTOR(types.float32, types.float32), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def half_at(typing: Any, array: Any, offset: Any) -> Any:
     """Return an element of a uint16 array as the float16 it holds, float32."""
 

@@ -1,0 +1,244 @@
+"""A model ready to run: transformers' own code, its linears and embeddings replaced by packed ones, its cache by ours.
+
+Weights are read one tensor at a time and never exist as a float copy of the model. Rows of several sequences are packed side by side,
+[1, T], with their positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.backends import Backend
+from quantkit.errors import PlanError
+from quantkit.formats._packed import PackedStore
+from quantkit.formats.gguf import GgufStore
+from quantkit.infer.attention import Step, attend_reference, pick_attention, register
+from quantkit.infer.cache import PagedCache, Segment
+from quantkit.infer.cache_int8 import Int8Cache
+from quantkit.infer.cache_plain import PlainCache
+from quantkit.infer.linear import (
+    LANES,
+    PackedEmbedding,
+    PackedLinear,
+    Planes,
+    eight_bits,
+    linear_from,
+    linear_of_blocks,
+    linear_of_planes,
+    planes_of_blocks,
+    planes_of_floats,
+    planes_reference,
+    values_of,
+)  # fmt: skip
+from quantkit.loader import Loader, is_conv1d
+
+CACHES = {"plain": PlainCache, "paged": PagedCache, "int8": Int8Cache, "paged-int8": Int8Cache}
+
+
+class Runner:
+    """One model in memory. compute: "fast" or "exact"; head: bits of the output matrix, 0 for as it is; stub: linears that compute nothing."""
+
+    def __init__(
+        self, loader: Loader, threads: int, compute: str = "fast", head: int = 0, reference: bool = False, stub: bool = False
+    ) -> None:
+        if loader.names.stacks or not hasattr(loader.model, "lm_head"):
+            raise PlanError(f"quantkit does not run {type(loader.model).__name__} yet; eval-ppl measures it.")
+        self.loader, self.model, self.config = loader, loader.model, loader.model.config.get_text_config()
+        self.backend = Backend(loader.device, threads, reference)
+        self.make = None if compute == "exact" else self.backend.op("packed_linear", planes_reference)
+        if self.make is planes_reference:
+            self.make = planes_reference
+        self.attend = self.backend.op("attend", attend_reference)
+        self.stub = stub
+        self.nbytes = 0
+        self._replace(head)
+        rest = [name for name in loader.all_names() if self._is_left(name)]
+        loader.materialize(rest)
+        self.nbytes += sum(loader.model.get_parameter_or_buffer(name).nbytes for name in rest)
+        self.model.set_attn_implementation(register())
+        forward = inspect.signature(type(self.model).forward).parameters
+        self.cache_word = "cache" if "cache" in forward else "past_key_values"
+
+    def _is_left(self, name: str) -> bool:
+        module, _, key = name.rpartition(".")
+        owner = self.model.get_submodule(module)
+        return not isinstance(owner, (PackedLinear, PackedEmbedding)) and (key in owner._parameters or key in owner._buffers)
+
+    def _replace(self, head: int) -> None:
+        embedding = self.model.get_input_embeddings()
+        names = {id(module): name for name, module in self.model.named_modules()}
+        tied = "lm_head.weight" in self.loader.names.tied
+        weight = self._planes(f"{names[id(embedding)]}.weight")
+        scale = float(getattr(embedding, "embed_scale", 1.0))
+        if isinstance(weight, PackedLinear):
+            assert weight.rows is not None
+            rows = weight.rows
+            looked = PackedEmbedding(lambda ids: torch.cat([rows(int(i), int(i) + 1) for i in ids]), weight.nbytes, scale)
+        else:
+            looked = PackedEmbedding(lambda ids: values_of(weight, ids), weight.nbytes, scale)
+        self.nbytes += looked.nbytes
+        shape = (embedding.weight.shape[0], embedding.weight.shape[1])
+        for index in range(len(self.loader.blocks)):
+            for name, module in self.loader.linears(index).items():
+                self._put(f"{self.loader.block_name(index)}.{name}", self._linear(f"{self.loader.block_name(index)}.{name}", module))
+        self._put(names[id(embedding)], looked)
+        output = self._head(weight, shape, tied, head)
+        self._put("lm_head", output)
+
+    def _head(self, embedding: Planes | PackedLinear, shape: tuple[int, int], tied: bool, bits: int) -> PackedLinear:
+        weight = embedding if tied else self._planes("lm_head.weight")
+        if bits == 8 and isinstance(weight, Planes) and self.make is not None and weight.bits == 16:
+            smaller = eight_bits(values_of(weight, slice(None)))
+            self.nbytes += smaller.nbytes
+            return linear_of_planes(smaller, shape, None, self.make)
+        if isinstance(weight, PackedLinear):
+            self.nbytes += 0 if tied else weight.nbytes
+            return weight
+        self.nbytes += 0 if tied else weight.nbytes
+        return linear_of_planes(weight, shape, None, self.make or planes_reference)
+
+    def _put(self, name: str, module: nn.Module) -> None:
+        parent, _, last = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), last, module)
+
+    def _planes(self, name: str) -> Planes | PackedLinear:
+        """Return a matrix outside the blocks as planes, or as an exact linear where it has none."""
+        source = self.loader.names.to_source[name]
+        store = self.loader.source.store
+        if isinstance(store, GgufStore) and (raw := store.raw_rows(source)) is not None:
+            return (_block_planes(*raw) if self.make else None) or linear_of_blocks(*raw, None)
+        value = store.read(source)
+        if value.dtype == torch.bfloat16 and value.shape[1] % LANES == 0:
+            return planes_of_floats(value)
+        linear = PackedLinear((value.shape[0], value.shape[1]), None, value.nbytes)
+        linear.rows = lambda first, last: value[first:last].to(torch.float32)
+        return linear
+
+    def _linear(self, name: str, module: nn.Module) -> nn.Module:
+        names, store = self.loader.names, self.loader.source.store
+        source = names.to_source[f"{name}.weight"]
+        bias = self.loader.read(names.to_source[f"{name}.bias"]) if getattr(module, "bias", None) is not None else None
+        if self.stub:
+            return _Stub(module, bias)
+        if isinstance(store, PackedStore) and store.is_packed(source):
+            plain = source.removesuffix(".weight")
+            activation = store.activation(plain)
+            made = linear_from(store.quant(plain), bias, self.make if activation is None else None)
+            if activation is not None:
+                made.inputs = (activation[0], activation[1])
+        elif isinstance(store, GgufStore) and not is_conv1d(module) and (raw := store.raw_rows(source)) is not None:
+            planes = _block_planes(*raw) if self.make else None
+            shape = (raw[0].shape[0], raw[0].shape[1] // raw[1].size * raw[1].block)
+            made = linear_of_planes(planes, shape, bias, self.make) if planes and self.make else linear_of_blocks(*raw, bias)
+        else:
+            made = self._dense(store.read(source), bias, module)
+        self.nbytes += made.nbytes + (0 if bias is None else bias.nbytes)
+        return made
+
+    def _dense(self, value: Tensor, bias: Tensor | None, module: nn.Module) -> PackedLinear:
+        value = value.T.contiguous() if is_conv1d(module) else value
+        shape = (value.shape[0], value.shape[1])
+        if self.make is not None and value.dtype == torch.bfloat16 and value.shape[1] % LANES == 0:
+            return linear_of_planes(planes_of_floats(value), shape, bias, self.make)
+        linear = PackedLinear(shape, bias, value.nbytes)
+        linear.rows = lambda first, last: value[first:last].to(torch.float32)
+        return linear
+
+    def cache(self, kind: str, attention: str = "tiled") -> PagedCache:
+        """Return an empty cache of this kind for the model."""
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        size = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        return CACHES[kind](len(self.loader.blocks), heads, size, self.attend, pick_attention(attention))
+
+    @torch.no_grad()
+    def step(self, tokens: list[int], segments: list[Segment], cache: PagedCache, wanted: list[int]) -> Tensor:
+        """Run packed rows through the model and return the logits of the wanted rows, float32 [wanted, vocabulary]; segments are committed."""
+        from transformers.cache_utils import Cache
+
+        positions = torch.cat([torch.arange(s.start, s.start + s.count) for s in segments])[None]
+        layers = [_layer(index, cache, segments) for index in range(len(self.loader.blocks))]
+        more = {self.cache_word: Cache(layers=layers)}
+        output = self.model(
+            input_ids=torch.tensor([tokens]), position_ids=positions, use_cache=True, logits_to_keep=torch.tensor(wanted), **more
+        )
+        for segment in segments:
+            cache.commit(segment)
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+class _Stub(nn.Module):
+    """A linear that computes nothing: what is left of a step is what modules and attention cost."""
+
+    def __init__(self, module: Any, bias: Tensor | None) -> None:
+        super().__init__()
+        self.shape = module.weight.shape
+        self.value = torch.zeros(1, self.shape[0] if not is_conv1d(module) else self.shape[1])
+        self.nbytes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return zeros, float32 [..., out]."""
+        return self.value.expand(*x.shape[:-1], self.value.shape[1])
+
+
+def _block_planes(data: Tensor, codec: Any) -> Planes | None:
+    """Return planes of ggml blocks, uint8 [rows, bytes], some rows at a time; None if they are no integers with scales, or would grow."""
+    columns = data.shape[1] // codec.size * codec.block
+    probe = codec.parts(data[:1].reshape(-1, codec.size))
+    if probe is None or columns % LANES:
+        return None
+    groups = columns // codec.block * probe.scale.shape[1]
+    stored = probe.bits * columns + 16 * groups * (1 if probe.offset is None else 2)
+    if stored > 1.16 * 8 * data.shape[1]:
+        return None
+    found = []
+    for at in range(0, len(data), 256):
+        part = codec.parts(data[at : at + 256].reshape(-1, codec.size))
+        rows = min(256, len(data) - at)
+        offset = None if part.offset is None else part.offset.reshape(rows, groups)
+        found.append(planes_of_blocks(part.codes.reshape(rows, columns), part.scale.reshape(rows, groups), offset, part.middle, part.bits))
+    offsets = [planes.offset for planes in found if planes.offset is not None]
+    return Planes(
+        probe.bits, found[0].group, torch.cat([p.packed for p in found]), torch.cat([p.scale for p in found]), None,
+        torch.cat(offsets) if offsets else None, probe.middle,
+    )  # fmt: skip
+
+
+def _layer(index: int, cache: PagedCache, segments: list[Segment]) -> Any:
+    from transformers.cache_utils import CacheLayerMixin
+
+    class Layer(CacheLayerMixin):  # type: ignore[misc]
+        """A layer of transformers' cache that hands its keys on to our attention function."""
+
+        is_sliding = False
+        is_compileable = False
+
+        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            """Nothing is held here."""
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Step, Step]:
+            """Return the new keys and values for `paged_attention`."""
+            step = Step(index, key_states, value_states, cache, segments)
+            return step, step
+
+        def get_seq_length(self) -> int:
+            """Positions are given, so nobody needs it."""
+            return 0
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            """There is no mask."""
+            return query_length, 0
+
+        def get_max_length(self) -> int:
+            """No limit."""
+            return -1
+
+        def get_max_cache_shape(self) -> int:
+            """No limit, in older versions."""
+            return -1
+
+    return Layer()
