@@ -16,7 +16,7 @@ from quantkit import memory
 from quantkit.commands._options import BenchOptions, GenerateOptions, InferOptions
 from quantkit.errors import SourceError, UsageError
 from quantkit.infer.cache import PagedCache
-from quantkit.infer.decode import Engine, Request, pieces, read_prompts, text_of
+from quantkit.infer.decode import Engine, Pieces, Request, read_prompts, text_of
 from quantkit.infer.model import Runner
 from quantkit.infer.sampling import Sampling
 from quantkit.infer.speculative import DraftModel, Lookup
@@ -43,10 +43,10 @@ def generate(model: str, asked: GenerateOptions) -> None:
         _require_room(runner, len(ids) + asked.max_new_tokens)
         requests.append(Request(ids, asked.max_new_tokens, sampling, asked.stop, asked.seed + number, drafts()))
     engine = Engine(runner, runner.cache(asked.kv_cache, asked.attention), tokenizer, asked.batch, short_first=asked.short_first)
-    more, began = pieces(tokenizer), time.perf_counter()
+    shown, began = Pieces(tokenizer), time.perf_counter()
 
     def show(request: Request, tokens: list[int]) -> None:
-        sys.stdout.write(more(tokens))
+        sys.stdout.write(shown.more(tokens))
         sys.stdout.flush()
 
     live = asked.prompt and not asked.json and not asked.stop
@@ -54,7 +54,7 @@ def generate(model: str, asked: GenerateOptions) -> None:
     seconds = time.perf_counter() - began
     documents = [_document(tokenizer, request) for request in requests]
     if live:
-        print(flush=True)
+        print(shown.more([], last=True), flush=True)
     elif asked.json:
         print_json({"command": "generate", "model": model, "results": documents, "seconds": round(seconds, 3), "steps": engine.steps,
                     "prefilled": engine.prefilled, "kernels": runner.backend.reasons})  # fmt: skip

@@ -50,6 +50,12 @@ class Int8Cache(PagedCache):
             held.pages.append(self.pool.take())
         return Segment(held, held.length, count)
 
+    def commit(self, segment: Segment) -> None:
+        """Count a segment's tokens; a tail whose page is finished in every layer is let go."""
+        super().commit(segment)
+        if segment.held.length % self.tokens == 0:
+            segment.held.extra = None
+
     def truncate(self, held: Held, length: int) -> None:
         """Forget the tokens from `length` on; inside a finished page they come back as it holds them."""
         keep = length // self.tokens
@@ -105,7 +111,7 @@ class Int8Cache(PagedCache):
     def bytes_for(cls, layers: int, heads: int, size: int, tokens: int) -> int:
         """Return the bytes that so many tokens of one sequence take."""
         page = heads * (2 * size * cls.tokens + 2 * size + 2 * cls.tokens)
-        return layers * (tokens // cls.tokens * page + heads * size * cls.tokens * 2 * 2)
+        return layers * (tokens // cls.tokens * page + (heads * size * cls.tokens * 2 * 2 if tokens % cls.tokens else 0))
 
 
 def _encode(pages: Pages, page: int, tail: Tensor) -> None:

@@ -185,21 +185,21 @@ def text_of(tokenizer: Any, request: Request) -> str:
     return text[: min(found)] if found else text
 
 
-def pieces(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Return a function that turns new tokens into new text; a character still incomplete waits for its rest."""
-    ids: list[int] = []
-    shown = 0
+class Pieces:
+    """New tokens to new text; a character still incomplete waits for its rest."""
 
-    def more(tokens: list[int]) -> str:
-        nonlocal shown
-        ids.extend(tokens)
-        text = str(tokenizer.decode(ids, skip_special_tokens=True))
-        if text.endswith("�"):
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.shown = tokenizer, 0
+        self.ids: list[int] = []
+
+    def more(self, tokens: Sequence[int], last: bool = False) -> str:
+        """Return the text that these tokens add; last: nothing comes after them."""
+        self.ids += tokens
+        text = str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+        if text.endswith("\ufffd") and not last:
             return ""
-        new, shown = text[shown:], len(text)
+        new, self.shown = text[self.shown :], len(text)
         return new
-
-    return more
 
 
 def read_prompts(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

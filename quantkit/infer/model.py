@@ -36,11 +36,12 @@ from quantkit.infer.linear import (
 )  # fmt: skip
 from quantkit.loader import Loader, is_conv1d
 
+MOST = 1.17  # times the stored bytes: what planes of blocks may take
 CACHES = {"plain": PlainCache, "paged": PagedCache, "int8": Int8Cache, "paged-int8": Int8Cache}
 
 
 class Runner:
-    """One model in memory. compute: "fast" or "exact"; head: bits of the output matrix, 0 for as it is; stub: linears that compute nothing."""
+    """One model in memory. compute: "fast" or "exact"; head: bits of the output matrix, 0: as it is; stub: linears compute nothing."""
 
     def __init__(
         self, loader: Loader, threads: int, compute: str = "fast", head: int = 0, reference: bool = False, stub: bool = False
@@ -156,7 +157,7 @@ class Runner:
 
     @torch.no_grad()
     def step(self, tokens: list[int], segments: list[Segment], cache: PagedCache, wanted: list[int]) -> Tensor:
-        """Run packed rows through the model and return the logits of the wanted rows, float32 [wanted, vocabulary]; segments are committed."""
+        """Run packed rows through the model, commit the segments, and return the wanted rows' logits, float32 [wanted, vocabulary]."""
         from transformers.cache_utils import Cache
 
         positions = torch.cat([torch.arange(s.start, s.start + s.count) for s in segments])[None]
@@ -193,7 +194,7 @@ def _block_planes(data: Tensor, codec: Any) -> Planes | None:
         return None
     groups = columns // codec.block * probe.scale.shape[1]
     stored = probe.bits * columns + 16 * groups * (1 if probe.offset is None else 2)
-    if stored > 1.16 * 8 * data.shape[1]:
+    if stored > MOST * 8 * data.shape[1]:
         return None
     found = []
     for at in range(0, len(data), 256):

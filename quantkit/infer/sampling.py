@@ -24,7 +24,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1 or self.penalty <= 0:
             raise UsageError(
-                "Sampling cannot be so: --temperature and --top-k from 0, --top-p in (0, 1], --min-p in [0, 1], --repetition-penalty above 0."
+                "Sampling needs --temperature and --top-k from 0 on, --top-p in (0, 1], --min-p in [0, 1], --repetition-penalty above 0."
             )
 
     def probabilities(self, logits: Tensor, seen: Sequence[int] = ()) -> Tensor:

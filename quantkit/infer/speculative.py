@@ -37,6 +37,7 @@ class Length:
 
     share: float = 0.7
     drafted: int = 0
+    tried: int = 0
     accepted: int = 0
     rounds: int = 0
 
@@ -49,12 +50,13 @@ class Length:
         """Remember how a draft went."""
         self.drafted, self.accepted, self.rounds = self.drafted + drafted, self.accepted + accepted, self.rounds + 1
         tried = min(accepted + 1, drafted)  # tokens after the first refused one were not tried
+        self.tried += tried
         self.share = SMOOTH * self.share + (1 - SMOOTH) * (accepted / max(tried, 1))
 
     @property
     def rate(self) -> float:
         """Return the share of tried tokens that stood, as the formula (1 - a^(k+1)) / (1 - a) has it."""
-        return self.accepted / max(self.accepted + self.rounds, 1)
+        return self.accepted / max(self.tried, 1)
 
 
 class Lookup:
