@@ -21,7 +21,7 @@ LAYERS = [
     {"methods", "families"},
     {"formats", "source", "loader", "corpus", "mixture"},
     {"selfwritten", "plan", "importance"},
-    {"calibrate", "journal", "folds"},
+    {"calibrate", "journal", "folds", "infer"},
     {"artifact", "pipeline", "verify", "perplexity", "energy", "export", "inventory", "repack"},
     {"report", "report_page"},
     {"commands"},

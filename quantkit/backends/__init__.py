@@ -19,6 +19,7 @@ KERNELS = Table(
     [
         Row("cpu/gptq_columns", "GPTQ's column loop in Numba", "quantkit.backends.cpu.columns:gptq_columns"),
         Row("cpu/packed_linear", "Numba on bit planes", "quantkit.backends.cpu.linear:packed_linear"),
+        Row("cpu/paged_step", "Numba, write and attend in one call", "quantkit.backends.cpu.attend:paged_step"),
         Row("cpu/attend", "Numba, page by page", "quantkit.backends.cpu.attend:attend"),
         Row("cpu/round_affine", "rounding on searched grids in Numba", "quantkit.backends.cpu.rounding:round_affine"),
         *(

@@ -138,6 +138,9 @@ def paged_attention(module: Any, query: Tensor, key: Step, value: Any, attention
     size = query.shape[-1]
     scale = size**-0.5 if scaling is None else float(scaling)
     window, softcap = int(more.get("sliding_window") or 0), float(more.get("softcap") or 0.0)
+    if len(key.segments) == 1:
+        out: Tensor = key.cache.attend(key.layer, key.segments[0], query[0], key.keys[0], key.values[0], window, scale, softcap)
+        return out.transpose(0, 1)[None], None
     parts, at = [], 0
     for segment in key.segments:
         rows = slice(at, at + segment.count)

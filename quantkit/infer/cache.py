@@ -13,8 +13,10 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +41,11 @@ class Segment:
     held: Held
     start: int
     count: int
+
+    @cached_property
+    def table(self) -> Any:
+        """The sequence's pages, int64, once for all layers."""
+        return np.array(self.held.pages, np.int64)
 
 
 class Pool:
@@ -114,6 +121,7 @@ class PagedCache:
     def __init__(self, layers: int, heads: int, size: int, attend: Callable[..., None], whole: Callable[..., Tensor] | None = None,
                  most: int = 4096) -> None:  # fmt: skip
         self.heads, self.size, self.count, self.operation, self.whole, self.most = heads, size, layers, attend, whole, most
+        self.step: Callable[..., Tensor] | None = None  # a kernel that writes and attends at once
         self.pool = Pool(layers, self._make)
         self.index: OrderedDict[bytes, int] = OrderedDict()  # hash of all tokens up to a page's end -> the page
         self.hits = 0
@@ -191,6 +199,8 @@ class PagedCache:
                softcap: float) -> Tensor:  # fmt: skip
         """Write a segment's keys and values, float32 [heads, rows, size], and return its rows' attention output, alike."""
         pages, held = self.pool.layers[layer], segment.held
+        if self.step is not None and self.whole is None:
+            return self.step(q, k, v, pages, segment.table, segment.start, window, scale, softcap)
         done = 0
         while done < segment.count:
             at = segment.start + done
@@ -199,7 +209,7 @@ class PagedCache:
             pages.keys[page, :, :, first : first + some] = k[:, done : done + some].transpose(1, 2)
             pages.values[page, :, first : first + some] = v[:, done : done + some]
             done += some
-        table, end = torch.tensor(held.pages), segment.start + segment.count
+        table, end = torch.from_numpy(segment.table), segment.start + segment.count
         if self.whole is not None:
             keys = pages.keys[table].permute(1, 0, 3, 2).reshape(self.heads, -1, self.size)[:, :end]
             values = pages.values[table].transpose(0, 1).reshape(self.heads, -1, self.size)[:, :end]

@@ -72,7 +72,7 @@ class Int8Cache(PagedCache):
                softcap: float) -> Tensor:  # fmt: skip
         """Write a segment's keys and values and return its rows' attention output, float32 [heads, rows, size]."""
         pages, tail = self.pool.layers[layer], self._tail(segment.held)[:, layer]
-        table, parts, done = torch.tensor(segment.held.pages, dtype=torch.int64), [], 0
+        table, parts, done = torch.from_numpy(segment.table), [], 0
         while done < segment.count:
             at = segment.start + done
             first = at % self.tokens

@@ -127,9 +127,15 @@ class PackedLinear(nn.Module):
         self.kernel: Callable[[Tensor], Tensor] | None = None
         self.rows: Callable[[int, int], Tensor] | None = None
         self.inputs: tuple[Activation, Tensor | None] | None = None
+        self.planes: Planes | None = None
+        self.shared: tuple[Shared, int] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return float32 [..., out] for x, float32 [..., in]."""
+        if self.shared is not None:
+            result = self.shared[0].part(x, self.shared[1])
+            result = result if self.bias is None else result + self.bias
+            return result.view(*x.shape[:-1], self.out_features)
         flat = x.reshape(-1, self.in_features)
         if self.inputs is not None:
             flat = self.inputs[0].apply(flat, self.inputs[1])
@@ -147,6 +153,40 @@ class PackedLinear(nn.Module):
         step = max(TILE // self.in_features // HEIGHT, 1) * HEIGHT
         tiles = [nn.functional.linear(flat, self.rows(at, min(at + step, self.out_features))) for at in range(0, self.out_features, step)]
         return torch.cat(tiles, 1)
+
+
+class Shared:
+    """One kernel for linears that are given the same tensor one after another (q, k and v; gate and up): the first computes for all."""
+
+    def __init__(self, kernel: Callable[[Tensor], Tensor], sizes: list[int]) -> None:
+        self.kernel, self.sizes = kernel, sizes
+        self.input: Tensor | None = None
+        self.parts: dict[int, Tensor] = {}
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """Return the result of linear `index` for x, float32 [..., in], as [rows, out]; what is asked for twice is computed twice."""
+        if self.input is not x or index not in self.parts:
+            whole = self.kernel(x.reshape(-1, x.shape[-1]).contiguous())
+            self.input, self.parts = x, dict(enumerate(torch.split(whole, self.sizes, 1)))
+        found = self.parts.pop(index)
+        if not self.parts:
+            self.input = None
+        return found
+
+
+def share(linears: list[PackedLinear], make: Callable[..., Any]) -> bool:
+    """Let linears that read the same input run as one; False if their planes are of different kinds."""
+    planes = [linear.planes for linear in linears if linear.planes is not None]
+    kinds = {(p.bits, p.group, p.zero is None, p.offset is None, p.middle, p.order is None) for p in planes}
+    if len(planes) < len(linears) or len(kinds) > 1 or planes[0].order is not None:
+        return False
+    zeros, offsets = [p.zero for p in planes if p.zero is not None], [p.offset for p in planes if p.offset is not None]
+    whole = replace(planes[0], packed=torch.cat([p.packed for p in planes]), scale=torch.cat([p.scale for p in planes]),
+                    zero=torch.cat(zeros) if zeros else None, offset=torch.cat(offsets) if offsets else None)  # fmt: skip
+    shared = Shared(make(whole), [linear.out_features for linear in linears])
+    for index, linear in enumerate(linears):
+        linear.shared, linear.kernel, linear.planes = (shared, index), None, None
+    return True
 
 
 class PackedEmbedding(nn.Module):
@@ -221,7 +261,7 @@ def linear_from(tensor: QuantTensor, bias: Tensor | None, make: Callable[..., An
 def linear_of_planes(planes: Planes, shape: tuple[int, int], bias: Tensor | None, make: Callable[..., Any]) -> PackedLinear:
     """Return the linear of planes."""
     linear = PackedLinear(shape, bias, planes.nbytes)
-    linear.order, linear.kernel = planes.order, make(replace(planes, order=None))
+    linear.planes, linear.order, linear.kernel = planes, planes.order, make(replace(planes, order=None))
     return linear
 
 

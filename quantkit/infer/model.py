@@ -32,9 +32,11 @@ from quantkit.infer.linear import (
     planes_of_blocks,
     planes_of_floats,
     planes_reference,
+    share,
     values_of,
 )  # fmt: skip
 from quantkit.loader import Loader, is_conv1d
+from quantkit.plan import fused_sets
 
 MOST = 1.17  # times the stored bytes: what planes of blocks may take
 CACHES = {"plain": PlainCache, "paged": PagedCache, "int8": Int8Cache, "paged-int8": Int8Cache}
@@ -86,9 +88,17 @@ class Runner:
         for index in range(len(self.loader.blocks)):
             for name, module in self.loader.linears(index).items():
                 self._put(f"{self.loader.block_name(index)}.{name}", self._linear(f"{self.loader.block_name(index)}.{name}", module))
+            self._fuse(index)
         self._put(names[id(embedding)], looked)
         output = self._head(weight, shape, tied, head)
         self._put("lm_head", output)
+
+    def _fuse(self, index: int) -> None:
+        """Let q, k and v, and gate and up, run as one kernel call each where they can."""
+        block = self.loader.blocks[index]
+        made = {name: module for name, module in block.named_modules() if isinstance(module, PackedLinear) and module.inputs is None}
+        for names in fused_sets(made) if self.make else []:
+            share([made[name] for name in names], self.make or planes_reference)
 
     def _head(self, embedding: Planes | PackedLinear, shape: tuple[int, int], tied: bool, bits: int) -> PackedLinear:
         weight = embedding if tied else self._planes("lm_head.weight")
@@ -153,7 +163,10 @@ class Runner:
         """Return an empty cache of this kind for the model."""
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         size = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
-        return CACHES[kind](len(self.loader.blocks), heads, size, self.attend, pick_attention(attention))
+        cache = CACHES[kind](len(self.loader.blocks), heads, size, self.attend, pick_attention(attention))
+        if self.attend is not attend_reference:
+            cache.step = self.backend.op("paged_step", attend_reference)
+        return cache
 
     @torch.no_grad()
     def step(self, tokens: list[int], segments: list[Segment], cache: PagedCache, wanted: list[int]) -> Tensor:

@@ -78,6 +78,52 @@ def _rows(
                         out[h, t, d] += weight * np.float32(value[j, d])
 
 
+@jit
+def _write(keys: Any, values: Any, table: Any, start: int, k: Any, v: Any) -> None:
+    """Put new keys and values, float32 [heads, rows, size], into their pages from token `start` on."""
+    tokens = keys.shape[3]
+    for t in range(k.shape[1]):
+        page, slot = table[(start + t) // tokens], (start + t) % tokens
+        for h in range(k.shape[0]):
+            for d in range(k.shape[2]):
+                keys[page, h, d, slot] = k[h, t, d]
+                values[page, h, slot, d] = v[h, t, d]
+
+
+@jit
+def _divide(out: Any, total: Any) -> None:
+    """Divide each row of out, float32 [heads, rows, size], by its sum."""
+    for h in range(out.shape[0]):
+        for t in range(out.shape[1]):
+            inverse = np.float32(1.0) / total[h, t]
+            for d in range(out.shape[2]):
+                out[h, t, d] *= inverse
+
+
+def paged_step(threads: int) -> Callable[..., Tensor]:
+    """Return the kernel of a whole step over float pages: write, attend, divide; arguments as in `PagedCache.attend`."""
+    none = np.empty(0, np.uint16)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, pages: Any, table: Any, start: int, window: int, scale: float, softcap: float) -> Tensor:
+        keys, values, rows = pages.keys.numpy(), pages.values.numpy(), q.numpy()
+        _write(keys, values, table, start, k.numpy(), v.numpy())
+        heads, count, size = rows.shape
+        most, total = np.full((heads, count), -np.inf, np.float32), np.zeros((heads, count), np.float32)
+        out = np.zeros((heads, count, size), np.float32)
+        fixed = (
+            rows, keys, values, none, none, table, 0, start + count, start, window, np.float32(scale), np.float32(softcap),
+            most, total, out,
+        )  # fmt: skip
+        if count <= CHUNK_ROWS:
+            _rows(*fixed, 0, count)
+        else:
+            in_chunks(threads, lambda at: _rows(*fixed, at, min(at + CHUNK_ROWS, count)), range(0, count, CHUNK_ROWS))
+        _divide(out, total)
+        return torch.from_numpy(out)
+
+    return run
+
+
 def attend(threads: int) -> Callable[..., None]:
     """Return the kernel for `threads` threads; its arguments are those of `quantkit.infer.attention.attend_reference`."""
 
