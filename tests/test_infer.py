@@ -23,7 +23,7 @@ from quantkit.codecs.bnb import Bnb4
 from quantkit.codecs.float8 import Float8
 from quantkit.codecs.fp4 import Fp4
 from quantkit.errors import UsageError
-from quantkit.infer.attention import Pages, State, attend_reference, sdpa
+from quantkit.infer.attention import Look, Pages, State, attend_reference, sdpa
 from quantkit.infer.cache import PagedCache
 from quantkit.infer.cache_int8 import Int8Cache
 from quantkit.infer.cache_plain import PlainCache
@@ -147,7 +147,7 @@ def test_tiled_attention_is_the_formula(
     k, v = (torch.randn(heads[1], before + rows, size, generator=generator) for _ in range(2))
     pages, table = paged(k, v, 16)
     state = State.fresh(heads[0], rows, size)
-    ATTEND[name](q, pages, table, (0, before + rows), before, window, size**-0.5, softcap, state)
+    ATTEND[name](q, pages, table, (0, before + rows), before, Look(window, size**-0.5, softcap), state)
     torch.testing.assert_close(state.result(), formula(q, k, v, before, window, size**-0.5, softcap), rtol=1e-5, atol=1e-5)
 
 
@@ -155,15 +155,15 @@ def test_a_query_row_does_not_depend_on_the_others() -> None:
     q, k, v = torch.randn(4, 50, 32), torch.randn(2, 90, 32), torch.randn(2, 90, 32)
     pages, table = paged(k, v, 16)
     states = [State.fresh(4, 50, 32), State.fresh(4, 1, 32)]
-    ATTEND["cpu"](q, pages, table, (0, 90), 40, 0, 0.2, 0.0, states[0])
-    ATTEND["cpu"](q[:, 17:18].contiguous(), pages, table, (0, 58), 57, 0, 0.2, 0.0, states[1])
+    ATTEND["cpu"](q, pages, table, (0, 90), 40, Look(0, 0.2, 0.0), states[0])
+    ATTEND["cpu"](q[:, 17:18].contiguous(), pages, table, (0, 58), 57, Look(0, 0.2, 0.0), states[1])
     assert torch.equal(states[0].result()[:, 17], states[1].result()[:, 0])
 
 
 def test_sdpa_is_the_formula() -> None:
     q, k, v = torch.randn(4, 9, 32), torch.randn(2, 30, 32), torch.randn(2, 30, 32)
     for window in (0, 5):
-        torch.testing.assert_close(sdpa(q, k, v, 21, window, 0.2, 0.0), formula(q, k, v, 21, window, 0.2, 0.0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sdpa(q, k, v, 21, Look(window, 0.2, 0.0)), formula(q, k, v, 21, window, 0.2, 0.0), rtol=1e-5, atol=1e-5)
 
 
 # --- caches
@@ -195,7 +195,7 @@ class PagedMachine(RuleBasedStateMachine):
         q = torch.randn(4, count, SHAPE[2], generator=self.generator)
         for layer in range(SHAPE[0]):
             k, v = (new[:, layer, i].transpose(0, 1) for i in range(2))
-            out = self.cache.attend(layer, segment, q, k, v, 0, 0.25, 0.0)
+            out = self.cache.attend(layer, segment, q, k, v, Look(0, 0.25, 0.0))
             whole = torch.stack(record)[:, layer]
             keys, values = (whole[:, i].transpose(0, 1) for i in range(2))
             torch.testing.assert_close(out, formula(q, keys, values, segment.start, 0, 0.25, 0.0), rtol=1e-4, atol=1e-5)
@@ -248,7 +248,7 @@ def fill(cache: Any, tokens: int, chunk: int, seed: int = 0) -> tuple[Any, torch
         rows = slice(at, min(at + chunk, tokens))
         segment = cache.extend(held, rows.stop - at)
         for layer in range(layers):
-            out = cache.attend(layer, segment, q[:, rows], *(new[rows, layer, i].transpose(0, 1) for i in range(2)), 0, 0.125, 0.0)
+            out = cache.attend(layer, segment, q[:, rows], *(new[rows, layer, i].transpose(0, 1) for i in range(2)), Look(0, 0.125, 0.0))
         parts.append(out)
         cache.commit(segment)
     return held, torch.cat(parts, 1)

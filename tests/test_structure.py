@@ -130,6 +130,7 @@ def test_readme_names_real_commands_and_flags() -> None:
             "convert",
             "awq",
             "smoothquant",
+            "bench",
         )
     }
     for line in readme.splitlines():

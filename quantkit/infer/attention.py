@@ -24,6 +24,15 @@ from quantkit.errors import UsageError
 NAME = "quantkit_paged"
 
 
+@dataclass(frozen=True)
+class Look:
+    """How a layer looks at tokens. window: the last so many, 0 for all; scale: of scores; softcap: their soft limit, 0 for none."""
+
+    window: int
+    scale: float
+    softcap: float
+
+
 @dataclass
 class Pages:
     """One layer's pages. keys: [page, key-value head, size, tokens]; values: [page, key-value head, tokens, size]; float32, or int8 with
@@ -53,13 +62,13 @@ class State:
         return self.out / self.total[..., None].clamp_min(1e-38)
 
 
-def attend_reference(q: Tensor, pages: Pages, table: Tensor, span: tuple[int, int], position: int, window: int, scale: float,
-                     softcap: float, state: State) -> None:  # fmt: skip
+def attend_reference(q: Tensor, pages: Pages, table: Tensor, span: tuple[int, int], position: int, look: Look, state: State) -> None:
     """Add the tokens of `span` (begin, end), which the pages of `table` hold from token 0 on, to a running softmax.
 
-    q: float32 [heads, rows, size]; row t is token position + t: it sees tokens up to itself, the last `window` of them if that is not 0.
-    table: int64 [pages]; softcap 0 means none. One page's scores exist at a time.
+    q: float32 [heads, rows, size]; row t is token position + t and sees tokens up to itself. table: int64 [pages]. One page's
+    scores exist at a time.
     """
+    window, scale, softcap = look.window, look.scale, look.softcap
     heads, rows, _ = q.shape
     repeat, tokens = heads // pages.keys.shape[1], pages.keys.shape[3]
     begin, end = span
@@ -87,26 +96,26 @@ def attend_reference(q: Tensor, pages: Pages, table: Tensor, span: tuple[int, in
         state.most.copy_(top)
 
 
-def sdpa(q: Tensor, keys: Tensor, values: Tensor, position: int, window: int, scale: float, softcap: float) -> Tensor:
+def sdpa(q: Tensor, keys: Tensor, values: Tensor, position: int, look: Look) -> Tensor:
     """PyTorch's attention, which picks its flash kernel: q [heads, rows, size], keys and values [key-value heads, tokens, size]."""
-    if softcap:
+    if look.softcap:
         raise UsageError("--attention sdpa has no soft cap, which this model needs; use --attention tiled.")
     here, token = position + torch.arange(q.shape[1])[:, None], torch.arange(keys.shape[1])
     mask = None
-    if q.shape[1] > 1 or window:
-        mask = (token <= here) & (token > here - window) if window else token <= here
+    if q.shape[1] > 1 or look.window:
+        mask = (token <= here) & (token > here - look.window) if look.window else token <= here
     repeat = q.shape[0] // keys.shape[0]
     keys, values = keys.repeat_interleave(repeat, 0), values.repeat_interleave(repeat, 0)
-    return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+    return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=look.scale)
 
 
-def flash(q: Tensor, keys: Tensor, values: Tensor, position: int, window: int, scale: float, softcap: float) -> Tensor:
+def flash(q: Tensor, keys: Tensor, values: Tensor, position: int, look: Look) -> Tensor:
     """The flash-attn package's attention, on a CUDA device in bfloat16; its causal mask ends where the keys end."""
     from flash_attn import flash_attn_func
 
     parts = (part.transpose(0, 1)[None].to("cuda", torch.bfloat16) for part in (q, keys, values))
-    reach = (window - 1, 0) if window else (-1, -1)
-    out: Tensor = flash_attn_func(*parts, softmax_scale=scale, causal=True, window_size=reach, softcap=softcap)
+    reach = (look.window - 1, 0) if look.window else (-1, -1)
+    out: Tensor = flash_attn_func(*parts, softmax_scale=look.scale, causal=True, window_size=reach, softcap=look.softcap)
     return out[0].transpose(0, 1).to(q.device, torch.float32)
 
 
@@ -137,15 +146,15 @@ def paged_attention(module: Any, query: Tensor, key: Step, value: Any, attention
     """transformers' attention interface: query float32 [1, heads, T, size]; returns float32 [1, T, heads, size]."""
     size = query.shape[-1]
     scale = size**-0.5 if scaling is None else float(scaling)
-    window, softcap = int(more.get("sliding_window") or 0), float(more.get("softcap") or 0.0)
+    look = Look(int(more.get("sliding_window") or 0), scale, float(more.get("softcap") or 0.0))
     if len(key.segments) == 1:
-        out: Tensor = key.cache.attend(key.layer, key.segments[0], query[0], key.keys[0], key.values[0], window, scale, softcap)
+        out: Tensor = key.cache.attend(key.layer, key.segments[0], query[0], key.keys[0], key.values[0], look)
         return out.transpose(0, 1)[None], None
     parts, at = [], 0
     for segment in key.segments:
         rows = slice(at, at + segment.count)
         new = (key.keys[0, :, rows], key.values[0, :, rows])
-        parts.append(key.cache.attend(key.layer, segment, query[0, :, rows], *new, window, scale, softcap))
+        parts.append(key.cache.attend(key.layer, segment, query[0, :, rows], *new, look))
         at += segment.count
     return torch.cat(parts, 1).transpose(0, 1)[None], None
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.infer.attention import Pages, State
+from quantkit.infer.attention import Look, Pages, State
 
 TOKENS = 16
 
@@ -195,12 +195,11 @@ class PagedCache:
         while self.index:
             self.pool.drop(self.index.popitem()[1])
 
-    def attend(self, layer: int, segment: Segment, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float,
-               softcap: float) -> Tensor:  # fmt: skip
+    def attend(self, layer: int, segment: Segment, q: Tensor, k: Tensor, v: Tensor, look: Look) -> Tensor:  # fmt: skip
         """Write a segment's keys and values, float32 [heads, rows, size], and return its rows' attention output, alike."""
         pages, held = self.pool.layers[layer], segment.held
         if self.step is not None and self.whole is None:
-            return self.step(q, k, v, pages, segment.table, segment.start, window, scale, softcap)
+            return self.step(q, k, v, pages, segment.table, segment.start, look)
         done = 0
         while done < segment.count:
             at = segment.start + done
@@ -213,14 +212,13 @@ class PagedCache:
         if self.whole is not None:
             keys = pages.keys[table].permute(1, 0, 3, 2).reshape(self.heads, -1, self.size)[:, :end]
             values = pages.values[table].transpose(0, 1).reshape(self.heads, -1, self.size)[:, :end]
-            return self.whole(q, keys, values, segment.start, window, scale, softcap)
-        return self.run(q, pages, table, (0, end), segment.start, window, scale, softcap)
+            return self.whole(q, keys, values, segment.start, look)
+        return self.run(q, pages, table, (0, end), segment.start, look)
 
-    def run(self, q: Tensor, pages: Pages, table: Tensor, span: tuple[int, int], position: int, window: int, scale: float,
-            softcap: float) -> Tensor:  # fmt: skip
+    def run(self, q: Tensor, pages: Pages, table: Tensor, span: tuple[int, int], position: int, look: Look) -> Tensor:  # fmt: skip
         """Return the attention output of rows over pages, float32 [heads, rows, size]."""
         state = State.fresh(q.shape[0], q.shape[1], self.size)
-        self.operation(q, pages, table, span, position, window, scale, softcap, state)
+        self.operation(q, pages, table, span, position, look, state)
         return state.result()
 
     @classmethod

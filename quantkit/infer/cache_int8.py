@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.infer.attention import Pages, State
+from quantkit.infer.attention import Look, Pages, State
 from quantkit.infer.cache import Held, PagedCache, Segment
 
 UNIT = 64  # four pages of 16 with one scale
@@ -68,8 +68,7 @@ class Int8Cache(PagedCache):
         del held.pages[keep:]
         held.length = length
 
-    def attend(self, layer: int, segment: Segment, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float,
-               softcap: float) -> Tensor:  # fmt: skip
+    def attend(self, layer: int, segment: Segment, q: Tensor, k: Tensor, v: Tensor, look: Look) -> Tensor:  # fmt: skip
         """Write a segment's keys and values and return its rows' attention output, float32 [heads, rows, size]."""
         pages, tail = self.pool.layers[layer], self._tail(segment.held)[:, layer]
         table, parts, done = torch.from_numpy(segment.table), [], 0
@@ -81,12 +80,12 @@ class Int8Cache(PagedCache):
             tail[0, :, first : first + some], tail[1, :, first : first + some] = k[:, rows], v[:, rows]
             state = State.fresh(q.shape[0], some, self.size)
             if at >= self.tokens and self.whole is None:
-                self.operation(q[:, rows], pages, table, (0, at - first), at, window, scale, softcap, state)
+                self.operation(q[:, rows], pages, table, (0, at - first), at, look, state)
             own = Pages(tail[0].float().transpose(1, 2)[None].contiguous(), tail[1].float()[None])
             if self.whole is None:
-                self.operation(q[:, rows], own, torch.zeros(1, dtype=torch.int64), (0, first + some), first, window, scale, softcap, state)
+                self.operation(q[:, rows], own, torch.zeros(1, dtype=torch.int64), (0, first + some), first, look, state)
             if self.whole is not None:
-                parts.append(self._whole(pages, table[: at // self.tokens], own, q[:, rows], at, window, scale, softcap))
+                parts.append(self._whole(pages, table[: at // self.tokens], own, q[:, rows], at, look))
             else:
                 parts.append(state.result())
             done += some
@@ -94,7 +93,7 @@ class Int8Cache(PagedCache):
                 _encode(pages, segment.held.pages[at // self.tokens], tail)
         return torch.cat(parts, 1)
 
-    def _whole(self, pages: Pages, table: Tensor, own: Pages, q: Tensor, at: int, window: int, scale: float, softcap: float) -> Tensor:
+    def _whole(self, pages: Pages, table: Tensor, own: Pages, q: Tensor, at: int, look: Look) -> Tensor:
         """Gather finished pages and the tail for attention that wants them in one piece."""
         assert self.whole is not None
         keys, values = [], []
@@ -105,7 +104,7 @@ class Int8Cache(PagedCache):
         some = at % self.tokens + q.shape[1]
         keys.append(own.keys[0].transpose(1, 2)[:, :some])
         values.append(own.values[0][:, :some])
-        return self.whole(q, torch.cat(keys, 1), torch.cat(values, 1), at, window, scale, softcap)
+        return self.whole(q, torch.cat(keys, 1), torch.cat(values, 1), at, look)
 
     @classmethod
     def bytes_for(cls, layers: int, heads: int, size: int, tokens: int) -> int:

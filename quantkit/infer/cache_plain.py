@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quantkit.infer.attention import Pages
+from quantkit.infer.attention import Look, Pages
 from quantkit.infer.cache import Held, PagedCache, Segment
 
 FIRST = 64
@@ -43,15 +43,14 @@ class PlainCache(PagedCache):
         if not length:
             held.extra = None
 
-    def attend(self, layer: int, segment: Segment, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float,
-               softcap: float) -> Tensor:  # fmt: skip
+    def attend(self, layer: int, segment: Segment, q: Tensor, k: Tensor, v: Tensor, look: Look) -> Tensor:  # fmt: skip
         """Write a segment's keys and values and return its rows' attention output, float32 [heads, rows, size]."""
         store, end = segment.held.extra[:, layer], segment.start + segment.count
         store[0, :, segment.start : end], store[1, :, segment.start : end] = k, v
         if self.whole is not None:
-            return self.whole(q, store[0, :, :end], store[1, :, :end], segment.start, window, scale, softcap)
+            return self.whole(q, store[0, :, :end], store[1, :, :end], segment.start, look)
         pages = Pages(store[0, :, :end].transpose(1, 2)[None].contiguous(), store[1, None, :, :end].contiguous())
-        return self.run(q, pages, torch.zeros(1, dtype=torch.int64), (0, end), segment.start, window, scale, softcap)
+        return self.run(q, pages, torch.zeros(1, dtype=torch.int64), (0, end), segment.start, look)
 
     @classmethod
     def bytes_for(cls, layers: int, heads: int, size: int, tokens: int) -> int:

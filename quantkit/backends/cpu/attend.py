@@ -104,15 +104,15 @@ def paged_step(threads: int) -> Callable[..., Tensor]:
     """Return the kernel of a whole step over float pages: write, attend, divide; arguments as in `PagedCache.attend`."""
     none = np.empty(0, np.uint16)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, pages: Any, table: Any, start: int, window: int, scale: float, softcap: float) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, pages: Any, table: Any, start: int, look: Any) -> Tensor:
         keys, values, rows = pages.keys.numpy(), pages.values.numpy(), q.numpy()
         _write(keys, values, table, start, k.numpy(), v.numpy())
         heads, count, size = rows.shape
         most, total = np.full((heads, count), -np.inf, np.float32), np.zeros((heads, count), np.float32)
         out = np.zeros((heads, count, size), np.float32)
         fixed = (
-            rows, keys, values, none, none, table, 0, start + count, start, window, np.float32(scale), np.float32(softcap),
-            most, total, out,
+            rows, keys, values, none, none, table, 0, start + count, start, look.window, np.float32(look.scale),
+            np.float32(look.softcap), most, total, out,
         )  # fmt: skip
         if count <= CHUNK_ROWS:
             _rows(*fixed, 0, count)
@@ -127,14 +127,13 @@ def paged_step(threads: int) -> Callable[..., Tensor]:
 def attend(threads: int) -> Callable[..., None]:
     """Return the kernel for `threads` threads; its arguments are those of `quantkit.infer.attention.attend_reference`."""
 
-    def run(q: Tensor, pages: Any, table: Tensor, span: tuple[int, int], position: int, window: int, scale: float, softcap: float,
-            state: Any) -> None:  # fmt: skip
+    def run(q: Tensor, pages: Any, table: Tensor, span: tuple[int, int], position: int, look: Any, state: Any) -> None:  # fmt: skip
         none = np.empty(0, np.uint16)
         halves = (pages.key_scale, pages.value_scale)
         scales = [none if part is None else part.view(torch.int16).numpy().view(np.uint16).reshape(-1) for part in halves]
         fixed = (
-            np.ascontiguousarray(q.numpy()), pages.keys.numpy(), pages.values.numpy(), *scales, table.numpy(), *span, position, window,
-            np.float32(scale), np.float32(softcap), state.most.numpy(), state.total.numpy(), state.out.numpy(),
+            np.ascontiguousarray(q.numpy()), pages.keys.numpy(), pages.values.numpy(), *scales, table.numpy(), *span, position, look.window,
+            np.float32(look.scale), np.float32(look.softcap), state.most.numpy(), state.total.numpy(), state.out.numpy(),
         )  # fmt: skip
         rows = q.shape[1]
         in_chunks(threads, lambda at: _rows(*fixed, at, min(at + CHUNK_ROWS, rows)), range(0, rows, CHUNK_ROWS))
