@@ -296,7 +296,7 @@ BAD_WORDS = {
     "group": (("--group-size", 48), 2, "--group-size 48 cannot be.*16, 32, 64, 128"),
     "bits": (("--bits", 5), 2, "--bits 5 cannot be.*2, 3, 4, 8"),
     "order": (("--order", "best"), 2, "--order 'best' cannot be.*group, full, none"),
-    "format": (("--format", "awq"), 2, "Known: gptq, compressed-tensors"),
+    "format": (("--format", "onnx"), 2, "Known: auto, gptq, awq"),
     "flag": (("--bitz", 4), 2, "--bitz"),
     "size": (("--max-shard-size", "many"), 2, "not a size"),
     "regex": (("--exclude", "("), 2, "regular expression"),

@@ -147,6 +147,17 @@ def load_at(typing: Any, array: Any, offset: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def store_at(typing: Any, array: Any, offset: Any, value: Any) -> Any:
+    """Write LANES numbers into a float32 array from element `offset` on."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(args[2], _at(context, builder, sig.args[0], args[0], args[1], ir.FloatType(), LANES), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, VECTOR), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def load_bytes(typing: Any, array: Any, offset: Any) -> Any:
     """Return LANES bytes of a uint8 array from element `offset` on, as float32."""
 
@@ -163,13 +174,13 @@ def load_nibbles(typing: Any, array: Any, offset: Any) -> Any:
     """Return LANES codes of 4 bits from LANES / 2 bytes of a uint8 array, as float32: the low nibbles, then the high ones."""
 
     def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        half = ir.VectorType(ir.IntType(8), LANES // 2)
         data = builder.load(_at(context, builder, sig.args[0], args[0], args[1], ir.IntType(8), LANES // 2), align=1)
-        low = builder.and_(data, ir.Constant(half, [15] * (LANES // 2)))
-        high = builder.lshr(data, ir.Constant(half, [4] * (LANES // 2)))
-        order = ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(range(LANES)))
-        wide = builder.zext(builder.shuffle_vector(low, high, order), ir.VectorType(ir.IntType(32), LANES))
-        return builder.sitofp(wide, FLOATS)
+        wide = ir.VectorType(ir.IntType(32), LANES // 2)
+        floats = ir.VectorType(ir.FloatType(), LANES // 2)
+        data = builder.zext(data, wide)  # widened once: halves of registers need not be put together
+        low = builder.sitofp(builder.and_(data, ir.Constant(wide, [15] * (LANES // 2))), floats)
+        high = builder.sitofp(builder.lshr(data, ir.Constant(wide, [4] * (LANES // 2))), floats)
+        return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(range(LANES))))
 
     return VECTOR(array, types.intp), build
 
@@ -232,6 +243,18 @@ def half_at(typing: Any, array: Any, offset: Any) -> Any:
         return builder.fpext(builder.load(pointer, align=2), ir.FloatType())
 
     return types.float32(array, types.intp), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_halves(typing: Any, array: Any, offset: Any) -> Any:
+    """Return LANES elements of a uint16 array as the float16 numbers they hold."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer = _at(context, builder, sig.args[0], args[0], args[1], ir.IntType(16), LANES)
+        halves = builder.bitcast(pointer, ir.VectorType(ir.HalfType(), LANES).as_pointer())
+        return builder.fpext(builder.load(halves, align=2), FLOATS)
+
+    return VECTOR(array, types.intp), build
 
 
 @intrinsic  # type: ignore[untyped-decorator]

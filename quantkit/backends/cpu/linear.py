@@ -37,15 +37,18 @@ from quantkit.backends.cpu._vector import (
     load_at,
     load_brains,
     load_bytes,
+    load_halves,
     load_nibbles,
     load_ones,
     load_twos,
     multiply_add,
     pair,
+    store_at,
     total,
 )  # fmt: skip
 
 BLOCK = 4
+TILE_ROWS = 64
 ALONE = 3 << 18  # packed bytes times rows of x below which one thread is faster than asking a second one
 ZERO = np.float32(0.0)
 FOUR, SIXTEEN = np.float32(4.0), np.float32(16.0)
@@ -71,86 +74,110 @@ def _codes(packed: Any, at: int, kind: Any) -> Any:
 
 
 @jit
-def _scale(scales: Any, at: int, halves: int) -> Any:
-    """Return the scale of 32 columns' group as lanes, or of their two groups of 16."""
-    if halves == 2:
-        return pair(half_at(scales, at), half_at(scales, at + 1))
-    return fill(half_at(scales, at))
+def _spread(halves: Any, at: int, row: Any) -> None:
+    """Fill row, float32 [groups], with float16 numbers from `at` on."""
+    k = 0
+    while k + LANES <= row.size:
+        store_at(row, k, load_halves(halves, at + k))
+        k += LANES
+    while k < row.size:
+        row[k] = half_at(halves, at + k)
+        k += 1
 
 
 @jit
-def _shift(mode: int, shifts: Any, offsets: Any, constant: Any, scales: Any, at: int) -> Any:
-    """Return what multiplies a group's sum of x: -s z, or the offset."""
-    if mode == 0:
-        return -half_at(scales, at) * constant
-    if mode == 1:
-        return -half_at(scales, at) * np.float32(shifts[at])
-    return half_at(offsets, at)
+def _shift_row(mode: int, scale: Any, shifts: Any, offsets: Any, constant: Any, at: int, row: Any) -> None:
+    """Fill row, float32 [groups], with what multiplies each group's sum of x: -s z, or the offset."""
+    if mode == 2:
+        _spread(offsets, at, row)
+        return
+    for k in range(row.size):
+        row[k] = -scale[k] * (np.float32(shifts[at + k]) if mode == 1 else constant)
 
 
 @jit
-def _one(x: Any, sums: Any, packed: Any, scales: Any, shifts: Any, offsets: Any, constant: Any, mode: int, kind: Any, group: int,
-         first: int, last: int, m: int, out: Any) -> None:  # fmt: skip
-    """Fill out[m, first:last] for one row of x."""
-    columns, groups = x.shape[1], sums.shape[1]
-    step, span, width = 4 * len(kind), max(group, LANES), packed.shape[1]
-    halves = span // group
-    flat, codes, ss, zs, os = x.reshape(-1), packed.reshape(-1), scales.reshape(-1), shifts.reshape(-1), offsets.reshape(-1)
+def _dot(a: Any, b: Any, base: int) -> Any:
+    """Return the sum of a[k] * b[base + k], always in the same order."""
+    part, k, rest = fill(ZERO), 0, ZERO
+    while k + LANES <= a.size:
+        part = multiply_add(load_at(a, k), load_at(b, base + k), part)
+        k += LANES
+    while k < a.size:
+        rest += a[k] * b[base + k]
+        k += 1
+    return total(part) + rest
+
+
+@jit
+def _wide(scale: Any, g: int, span: Any) -> Any:
+    """Return the scale of 32 columns' group as lanes, or of their two groups of 16 (len(span) 0)."""
+    if len(span) == 0:
+        return pair(scale[g], scale[g + 1])
+    return fill(scale[g])
+
+
+@jit
+def _one(x: Any, sums: Any, weight: Any, kind: Any, span: Any, times: int, first: int, last: int, m: int, out: Any) -> None:
+    """Fill out[m, first:last] for one row of x; weight: (packed, scales, shifts, offsets, constant, mode).
+
+    A group is len(span) runs of 32 columns, `times` times over; the compiler unrolls the first.
+    """
+    packed, scales, shifts, offsets, constant, mode = weight
+    groups, bytes_, step, runs = scales.shape[1], packed.shape[1], 4 * len(kind), max(len(span), 1)
+    flat, many, codes = x.reshape(-1), sums.reshape(-1), packed.reshape(-1)
+    halves, zeros, moves = scales.reshape(-1), shifts.reshape(-1), offsets.reshape(-1)
+    scale, shift = np.empty(groups, np.float32), np.empty(groups, np.float32)
+    width = 2 if len(span) == 0 else 1
     for row in range(first, last):
-        sum0, extra0 = fill(ZERO), ZERO
-        at, g = row * width, row * groups
-        column = m * columns
-        for _ in range(columns // span):
+        _spread(halves, row * groups, scale)
+        _shift_row(mode, scale, zeros, moves, constant, row * groups, shift)
+        at, column, g = row * bytes_, m * x.shape[1], 0
+        sum0 = fill(ZERO)
+        while g < groups:
             part0 = fill(ZERO)
-            for _ in range(span // LANES):
-                q = _codes(codes, at, kind)
-                part0 = multiply_add(q, load_at(flat, column), part0)
-                at += step
-                column += LANES
-            sum0 = multiply_add(_scale(ss, g, halves), part0, sum0)
-            g += halves
-        g = row * groups
-        for k in range(groups):
-            extra0 += _shift(mode, zs, os, constant, ss, g + k) * sums[m, k]
-        out[m, row] = total(sum0) + extra0
+            for _ in range(times):
+                for _ in range(runs):
+                    part0 = multiply_add(_codes(codes, at, kind), load_at(flat, column), part0)
+                    at += step
+                    column += LANES
+            sum0 = multiply_add(_wide(scale, g, span), part0, sum0)
+            g += width
+        out[m, row] = total(sum0) + _dot(shift, many, m * groups)
 
 
 @jit
-def _four(x: Any, sums: Any, packed: Any, scales: Any, shifts: Any, offsets: Any, constant: Any, mode: int, kind: Any, group: int,
-          first: int, last: int, m: int, out: Any) -> None:  # fmt: skip
+def _four(x: Any, sums: Any, weight: Any, kind: Any, span: Any, times: int, first: int, last: int, m: int, out: Any) -> None:
     """Fill out[m : m + 4, first:last]: each row of x as `_one` does it."""
-    columns, groups = x.shape[1], sums.shape[1]
-    step, span, width = 4 * len(kind), max(group, LANES), packed.shape[1]
-    halves = span // group
-    flat, codes, ss, zs, os = x.reshape(-1), packed.reshape(-1), scales.reshape(-1), shifts.reshape(-1), offsets.reshape(-1)
+    packed, scales, shifts, offsets, constant, mode = weight
+    groups, bytes_, step, runs = scales.shape[1], packed.shape[1], 4 * len(kind), max(len(span), 1)
+    flat, many, codes, columns = x.reshape(-1), sums.reshape(-1), packed.reshape(-1), x.shape[1]
+    halves, zeros, moves = scales.reshape(-1), shifts.reshape(-1), offsets.reshape(-1)
+    scale, shift = np.empty(groups, np.float32), np.empty(groups, np.float32)
+    width = 2 if len(span) == 0 else 1
     for row in range(first, last):
+        _spread(halves, row * groups, scale)
+        _shift_row(mode, scale, zeros, moves, constant, row * groups, shift)
+        at, column, g = row * bytes_, m * columns, 0
         sum0, sum1, sum2, sum3 = fill(ZERO), fill(ZERO), fill(ZERO), fill(ZERO)
-        extra0, extra1, extra2, extra3 = ZERO, ZERO, ZERO, ZERO
-        at, g = row * width, row * groups
-        column = m * columns
-        for _ in range(columns // span):
+        while g < groups:
             part0, part1, part2, part3 = fill(ZERO), fill(ZERO), fill(ZERO), fill(ZERO)
-            for _ in range(span // LANES):
-                q = _codes(codes, at, kind)
-                part0 = multiply_add(q, load_at(flat, column), part0)
-                part1 = multiply_add(q, load_at(flat, column + columns), part1)
-                part2 = multiply_add(q, load_at(flat, column + 2 * columns), part2)
-                part3 = multiply_add(q, load_at(flat, column + 3 * columns), part3)
-                at += step
-                column += LANES
-            wide = _scale(ss, g, halves)
+            for _ in range(times):
+                for _ in range(runs):
+                    q = _codes(codes, at, kind)
+                    part0 = multiply_add(q, load_at(flat, column), part0)
+                    part1 = multiply_add(q, load_at(flat, column + columns), part1)
+                    part2 = multiply_add(q, load_at(flat, column + 2 * columns), part2)
+                    part3 = multiply_add(q, load_at(flat, column + 3 * columns), part3)
+                    at += step
+                    column += LANES
+            wide = _wide(scale, g, span)
             sum0, sum1 = multiply_add(wide, part0, sum0), multiply_add(wide, part1, sum1)
             sum2, sum3 = multiply_add(wide, part2, sum2), multiply_add(wide, part3, sum3)
-            g += halves
-        g = row * groups
-        for k in range(groups):
-            shift = _shift(mode, zs, os, constant, ss, g + k)
-            extra0 += shift * sums[m, k]
-            extra1 += shift * sums[m + 1, k]
-            extra2 += shift * sums[m + 2, k]
-            extra3 += shift * sums[m + 3, k]
-        out[m, row], out[m + 1, row] = total(sum0) + extra0, total(sum1) + extra1
-        out[m + 2, row], out[m + 3, row] = total(sum2) + extra2, total(sum3) + extra3
+            g += width
+        at = m * groups
+        out[m, row], out[m + 1, row] = total(sum0) + _dot(shift, many, at), total(sum1) + _dot(shift, many, at + groups)
+        at += 2 * groups
+        out[m + 2, row], out[m + 3, row] = total(sum2) + _dot(shift, many, at), total(sum3) + _dot(shift, many, at + groups)
 
 
 @jit
@@ -174,16 +201,16 @@ def sum_groups(x: Any, group: int, sums: Any) -> None:
 
 
 @jit
-def stripe(x: Any, sums: Any, packed: Any, scales: Any, shifts: Any, offsets: Any, constant: Any, mode: int, kind: Any, group: int,
-           first: int, last: int, out: Any) -> None:  # fmt: skip
-    """Fill out[:, first:last]."""
-    m = 0
-    while m + BLOCK <= x.shape[0]:
-        _four(x, sums, packed, scales, shifts, offsets, constant, mode, kind, group, first, last, m, out)
-        m += BLOCK
-    while m < x.shape[0]:
-        _one(x, sums, packed, scales, shifts, offsets, constant, mode, kind, group, first, last, m, out)
-        m += 1
+def stripe(x: Any, sums: Any, weight: Any, kind: Any, span: Any, times: int, first: int, last: int, out: Any) -> None:
+    """Fill out[:, first:last], a tile of rows that stays in the cache for all rows of x at a time."""
+    for begin in range(first, last, TILE_ROWS):
+        end, m = min(begin + TILE_ROWS, last), 0
+        while m + BLOCK <= x.shape[0]:
+            _four(x, sums, weight, kind, span, times, begin, end, m, out)
+            m += BLOCK
+        while m < x.shape[0]:
+            _one(x, sums, weight, kind, span, times, begin, end, m, out)
+            m += 1
 
 
 def packed_linear(threads: int) -> Callable[..., Callable[[Tensor], Tensor]]:
@@ -192,6 +219,9 @@ def packed_linear(threads: int) -> Callable[..., Callable[[Tensor], Tensor]]:
 
     def make(planes: Any) -> Callable[[Tensor], Tensor]:
         packed, kind, group = planes.packed.numpy(), (0,) * planes.bits, planes.group
+        runs = group // LANES
+        unrolled = runs if runs < 2 else 4 if runs % 4 == 0 else 2 if runs % 2 == 0 else 1
+        span, times = (0,) * unrolled, runs // max(unrolled, 1) if runs else 1
         out, groups = packed.shape[0], planes.scale.shape[1]
         scales = planes.scale.view(torch.int16).numpy().view(np.uint16)
         none = torch.zeros(1, 1)
@@ -205,7 +235,7 @@ def packed_linear(threads: int) -> Callable[..., Callable[[Tensor], Tensor]]:
             sums, result = np.zeros((len(rows), groups), np.float32), np.empty((len(rows), out), np.float32)
             if mode != CONSTANT or planes.middle:
                 sum_groups(rows, group, sums)
-            fixed = (rows, sums, packed, scales, shifts, offsets, constant, mode, kind, group)
+            fixed = (rows, sums, (packed, scales, shifts, offsets, constant, mode), kind, span, times)
             if pool is None or packed.nbytes * len(rows) < ALONE:
                 stripe(*fixed, 0, out, result)
             else:
