@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
 from quantkit.codecs._activations import Activation
+from quantkit.errors import SourceError
 from quantkit.formats import _safetensors as st
 from quantkit.formats._safetensors import TensorInfo
 from quantkit.formats.store import TensorStore
 from quantkit.tensors import QuantTensor
+
+BYTES = ("I8", "U8", "F8_E4M3", "F8_E5M2")  # no weight is stored so without a scale
 
 
 class PackedStore(ABC):
@@ -32,17 +36,51 @@ class PackedStore(ABC):
         for name in inner.names():
             module = next((name.removesuffix(s) for s in self.suffixes if name.endswith(s)), None)
             if module is None or module not in self.modules:
+                self._require_plain(name)
                 self._shown[name] = ""
             elif name.endswith(self.anchors):
                 self._shown[f"{module}.weight"] = module
 
-    @abstractmethod
+    def _require_plain(self, name: str) -> None:
+        """Raise a SourceError if a tensor belongs to a packed module whose other parts are missing."""
+        part = next((s for s in self.suffixes if s != ".weight" and name.endswith(s)), "")
+        if part or (name.endswith(".weight") and self.inner.info(name).dtype in BYTES):
+            module = name.removesuffix(part or ".weight")
+            raise SourceError(
+                f"{module} has {name.removeprefix(module + '.')} but lacks {' or '.join(self.anchors)}. The checkpoint is damaged."
+            )
+
+    @contextmanager
+    def fitting(self, module: str) -> Iterator[None]:
+        """Turn what torch says of tensors that do not fit each other into a SourceError that names the module."""
+        try:
+            yield
+        except (RuntimeError, IndexError, ValueError, KeyError, ZeroDivisionError) as error:
+            reason = str(error).splitlines()[0]
+            raise SourceError(f"{module}: its packed tensors do not fit each other ({reason}). The checkpoint is damaged.") from None
+
     def shape(self, module: str) -> tuple[int, int]:
         """Return (out, in) of a packed module, from headers alone."""
+        with self.fitting(module):
+            return self._shape(module)
 
-    @abstractmethod
     def quant(self, module: str) -> QuantTensor:
         """Read a packed module."""
+        with self.fitting(module):
+            tensor = self._quant(module)
+        if tuple(tensor.codes.shape) != self.shape(module):
+            raise SourceError(
+                f"{module}: its codes are {list(tensor.codes.shape)}, its shape {list(self.shape(module))}. The checkpoint is damaged."
+            )
+        return tensor
+
+    @abstractmethod
+    def _shape(self, module: str) -> tuple[int, int]:
+        """Return (out, in) of a packed module."""
+
+    @abstractmethod
+    def _quant(self, module: str) -> QuantTensor:
+        """Read a packed module; what torch raises is caught."""
 
     def activation(self, module: str) -> tuple[Activation, Tensor | None] | None:
         """Return how a module's inputs are rounded at run time, and the static scale, float32 [1]; None if they are not."""

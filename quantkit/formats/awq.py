@@ -126,17 +126,16 @@ class AwqStore(PackedStore):
             if lacking:
                 raise SourceError(f"The AWQ checkpoint lacks {', '.join(lacking)}.")
             shapes = [inner.info(f"{module}{s}").shape for s in self.suffixes]
-            (columns, words), zeros, (groups, out) = shapes
+            with self.fitting(module):
+                (columns, words), zeros, (groups, out) = shapes
             if words * PER_WORD != out or zeros != (groups, words) or not groups or columns % groups:
                 raise SourceError(f"{module}: qweight {list(shapes[0])}, qzeros {list(zeros)} and scales {list(shapes[2])} do not fit.")
 
-    def shape(self, module: str) -> tuple[int, int]:
-        """Return (out, in)."""
+    def _shape(self, module: str) -> tuple[int, int]:
         columns, words = self.inner.info(f"{module}.qweight").shape
         return words * PER_WORD, columns
 
-    def quant(self, module: str) -> QuantTensor:
-        """Read a module."""
+    def _quant(self, module: str) -> QuantTensor:
         codes = _unpack(self.inner.read(f"{module}.qweight"))
         zero = _unpack(self.inner.read(f"{module}.qzeros"))
         scale = self.inner.read(f"{module}.scales")

@@ -156,19 +156,17 @@ class BitsandbytesStore(PackedStore):
             raise SourceError(f"{name}: blocks of {codec.block} and {nested} are not known.")
         return {"codec": codec, "shape": (out, columns), "offset": offset}
 
-    def shape(self, module: str) -> tuple[int, int]:
-        """Return (out, in)."""
+    def _shape(self, module: str) -> tuple[int, int]:
         if module in self.states:
             shape: tuple[int, int] = self.states[module]["shape"]
             return shape
         out, columns = self.inner.info(f"{module}.weight").shape
         return out, columns
 
-    def quant(self, module: str) -> QuantTensor:
-        """Read a module."""
+    def _quant(self, module: str) -> QuantTensor:
         if module not in self.states:
-            codes = self.inner.read(f"{module}.weight").view(torch.uint8)
-            return QuantTensor(codes, {"absmax": self.inner.read(f"{module}.SCB").to(torch.float32)}, RowInt8())
+            codes, scale = self.inner.read(f"{module}.weight").view(torch.uint8), self.inner.read(f"{module}.SCB").to(torch.float32)
+            return QuantTensor(codes, {"absmax": scale.view(len(codes))}, RowInt8())
         state = self.states[module]
         codec, (out, columns) = state["codec"], state["shape"]
         data = self.inner.read(f"{module}.weight").reshape(-1).view(torch.uint8)

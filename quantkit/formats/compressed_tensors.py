@@ -120,9 +120,10 @@ class CompressedTensorsStore(PackedStore):
         self.shapes: dict[str, tuple[int, int]] = {}
         self.inputs = {module: self._activations(module) for module in self.modules}
         for module in self.modules:
-            self.shapes[module] = self._shape(module)
+            with self.fitting(module):
+                self.shapes[module] = self._measure(module)
 
-    def _shape(self, module: str) -> tuple[int, int]:
+    def _measure(self, module: str) -> tuple[int, int]:
         if f"{module}.weight" in self.held:
             out, columns = self.inner.info(f"{module}.weight").shape
             return out, columns
@@ -148,8 +149,7 @@ class CompressedTensorsStore(PackedStore):
             return "none"
         return "static" if args.get("dynamic") is False else "dynamic"
 
-    def shape(self, module: str) -> tuple[int, int]:
-        """Return (out, in)."""
+    def _shape(self, module: str) -> tuple[int, int]:
         return self.shapes[module]
 
     def activation(self, module: str) -> tuple[Activation, Tensor | None] | None:
@@ -161,8 +161,7 @@ class CompressedTensorsStore(PackedStore):
         scale = self.inner.read(f"{module}.input_scale").float().reshape(1) if static else None
         return Activation(kind, static, args.get("group_size") or 0 if args.get("strategy") == "group" else 0), scale
 
-    def quant(self, module: str) -> QuantTensor:
-        """Read a module."""
+    def _quant(self, module: str) -> QuantTensor:
         names = {suffix[1:]: module + suffix for suffix in self.suffixes if module + suffix in self.held}
         tensors = {suffix: self.inner.read(name) for suffix, name in names.items()}
         try:

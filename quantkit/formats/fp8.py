@@ -84,8 +84,7 @@ class Fp8Store(PackedStore):
             if f"{module}.weight" not in held or inner.info(f"{module}.weight").dtype != "F8_E4M3":
                 raise SourceError(f"The FP8 checkpoint has a scale for {module} but no float8 weight.")
 
-    def shape(self, module: str) -> tuple[int, int]:
-        """Return (out, in)."""
+    def _shape(self, module: str) -> tuple[int, int]:
         out, columns = self.inner.info(f"{module}.weight").shape
         return out, columns
 
@@ -102,8 +101,7 @@ class Fp8Store(PackedStore):
             return activation, None
         return activation, self.inner.read(f"{module}.activation_scale").to(torch.float32).reshape(1)
 
-    def quant(self, module: str) -> QuantTensor:
-        """Read a module."""
+    def _quant(self, module: str) -> QuantTensor:
         codec = self._codec(module)
         scale = self.inner.read(f"{module}.weight_scale_inv").to(torch.float32)
         scale = scale.reshape(1) if codec.strategy == "tensor" else scale

@@ -140,13 +140,11 @@ class GptqStore(PackedStore):
             raise SourceError(f"{module}: qzeros and scales imply {bits} bits. Known: {', '.join(map(str, BITS))}.")
         return bits
 
-    def shape(self, module: str) -> tuple[int, int]:
-        """Return (out, in)."""
+    def _shape(self, module: str) -> tuple[int, int]:
         words, out = self.inner.info(f"{module}.qweight").shape
         return out, words * 32 // self._bits(module)
 
-    def quant(self, module: str) -> QuantTensor:
-        """Read a module; zero points that contradict `sym` are a SourceError: the version tag is wrong."""
+    def _quant(self, module: str) -> QuantTensor:
         bits, columns = self._bits(module), self.shape(module)[1]
         codes = unpack(self.inner.read(f"{module}.qweight"), bits).T.contiguous()
         scale = self.inner.read(f"{module}.scales")
