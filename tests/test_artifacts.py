@@ -67,7 +67,8 @@ def test_mxfp4_experts_are_a_source(run_cli: Run, tmp_path: Path) -> None:
 
     config = transformers.GptOssConfig(
         vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, max_position_embeddings=128, pad_token_id=0, eos_token_id=2,
+        head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+        max_position_embeddings=128, pad_token_id=0, eos_token_id=2,
         layer_types=["sliding_attention", "full_attention"], rope_scaling=None,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -448,13 +448,14 @@ def test_a_shared_prompt_is_computed_once(quantized: Path) -> None:
     system = torch.randint(3, 250, (200,), generator=torch.Generator().manual_seed(1)).tolist()
     prompts = [system + tail for tail in texts(6, seed=2)]
     alone = [outputs(runner, [prompt], limit=6)[0] for prompt in prompts]
-    engine = Engine(runner, runner.cache("paged"), runner.loader.source.tokenizer(), 1)
-    engine.ends = set()
-    requests = [Request(prompt, 6) for prompt in prompts]
-    engine.run(requests)
-    assert [request.output for request in requests] == alone
-    assert engine.prefilled <= 200 + sum(len(prompt) - 192 for prompt in prompts)
-    assert engine.cache.hits == 5 * 192
+    for batch in (1, 4, 32):
+        engine = Engine(runner, runner.cache("paged"), runner.loader.source.tokenizer(), batch)
+        engine.ends = set()
+        requests = [Request(prompt, 6) for prompt in prompts]
+        engine.run(requests)
+        assert [request.output for request in requests] == alone
+        assert engine.prefilled <= 200 + sum(len(prompt) - 192 for prompt in prompts)
+        assert engine.cache.hits == 5 * 192
 
 
 def test_speculation_saves_steps_and_says_how_it_went(quantized: Path) -> None:

@@ -71,7 +71,7 @@ class Engine:
             while waiting or active:
                 while waiting and len(active) < self.batch:
                     request = waiting.pop(0)
-                    request.held = self.cache.open(request.prompt)
+                    request.held = self.cache.open()
                     active.append(request)
                 before = {id(request): len(request.output) for request in active}
                 late = next((request for request in active if not self._ready(request)), None)
@@ -100,6 +100,8 @@ class Engine:
         return request.held.length >= len(request.prompt)
 
     def _prefill(self, request: Request) -> None:
+        if request.held is not None and not request.held.length:  # now, when others may have computed its beginning
+            request.held = self.cache.open(request.prompt)
         held = request.held
         assert held is not None
         count = min(self.chunk, len(request.prompt) - held.length)
