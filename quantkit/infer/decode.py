@@ -6,6 +6,7 @@ batching). Every row's numbers depend on its own sequence alone, so batches, chu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.errors import UsageError
 from quantkit.formats.store import read_json
 from quantkit.infer.cache import Held, PagedCache, Segment
 from quantkit.infer.model import Runner
@@ -206,10 +208,6 @@ class Pieces:
 
 def read_prompts(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSONL file of prompts: a string, or an object with `prompt` or `messages`."""
-    import json
-
-    from quantkit.errors import UsageError
-
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

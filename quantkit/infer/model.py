@@ -53,8 +53,6 @@ class Runner:
         self.loader, self.model, self.config = loader, loader.model, loader.model.config.get_text_config()
         self.backend = Backend(loader.device, threads, reference)
         self.make = None if compute == "exact" else self.backend.op("packed_linear", planes_reference)
-        if self.make is planes_reference:
-            self.make = planes_reference
         self.attend = self.backend.op("attend", attend_reference)
         self.stub = stub
         self.nbytes = 0
@@ -62,7 +60,10 @@ class Runner:
         rest = [name for name in loader.all_names() if self._is_left(name)]
         loader.materialize(rest)
         self.nbytes += sum(loader.model.get_parameter_or_buffer(name).nbytes for name in rest)
-        self.model.set_attn_implementation(register())
+        try:
+            self.model.set_attn_implementation(register())
+        except ValueError as error:
+            raise PlanError(f"{type(loader.model).__name__} takes no attention but its own ({str(error).splitlines()[0]}).") from None
         forward = inspect.signature(type(self.model).forward).parameters
         self.cache_word = "cache" if "cache" in forward else "past_key_values"
 
@@ -95,22 +96,26 @@ class Runner:
 
     def _fuse(self, index: int) -> None:
         """Let q, k and v, and gate and up, run as one kernel call each where they can."""
-        block = self.loader.blocks[index]
-        made = {name: module for name, module in block.named_modules() if isinstance(module, PackedLinear) and module.inputs is None}
-        for names in fused_sets(made) if self.make else []:
-            share([made[name] for name in names], self.make or planes_reference)
+        if self.make is None:
+            return
+        modules = self.loader.blocks[index].named_modules()
+        made = {name: module for name, module in modules if isinstance(module, PackedLinear) and module.inputs is None}
+        for names in fused_sets(made):
+            share([made[name] for name in names], self.make)
 
     def _head(self, embedding: Planes | PackedLinear, shape: tuple[int, int], tied: bool, bits: int) -> PackedLinear:
         weight = embedding if tied else self._planes("lm_head.weight")
+        bias = self.loader.read(self.loader.names.to_source["lm_head.bias"]) if self.model.lm_head.bias is not None else None
         if bits == 8 and isinstance(weight, Planes) and self.make is not None and weight.bits == 16:
             smaller = eight_bits(values_of(weight, slice(None)))
             self.nbytes += smaller.nbytes
-            return linear_of_planes(smaller, shape, None, self.make)
-        if isinstance(weight, PackedLinear):
-            self.nbytes += 0 if tied else weight.nbytes
-            return weight
+            return linear_of_planes(smaller, shape, bias, self.make)
         self.nbytes += 0 if tied else weight.nbytes
-        return linear_of_planes(weight, shape, None, self.make or planes_reference)
+        if isinstance(weight, Planes):
+            return linear_of_planes(weight, shape, bias, self.make or planes_reference)
+        if bias is not None:
+            weight.bias = nn.Parameter(bias, requires_grad=False)
+        return weight
 
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, last = name.rpartition(".")
