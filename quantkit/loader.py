@@ -177,6 +177,12 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
+def head_size(config: Any) -> int:
+    """Return the columns of an attention head."""
+    config = config.get_text_config()
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 class Loader:
     """The skeleton of one source, and its weights on demand."""
 

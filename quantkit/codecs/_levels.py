@@ -37,6 +37,11 @@ def best_scale(groups: Tensor, scales: list[Tensor], rounded: Callable[[Tensor, 
     return best
 
 
+def largest(weights: list[Tensor]) -> Tensor:
+    """Return the largest magnitude of several weights, float32 [1]."""
+    return torch.stack([weight.abs().amax() for weight in weights]).amax().reshape(1)
+
+
 def pack_nibbles(codes: Tensor) -> Tensor:
     """Return uint8 [..., n/2]: element 2k in the low nibble of byte k, element 2k + 1 in the high one."""
     return codes[..., ::2] | (codes[..., 1::2] << 4)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.codecs._activations import FLOAT8_MAX, Activation
-from quantkit.codecs._levels import SCALE_DTYPES
+from quantkit.codecs._levels import SCALE_DTYPES, largest
 from quantkit.errors import UsageError
 from quantkit.tensors import QuantTensor
 
@@ -72,7 +72,7 @@ class Float8:
     def round(self, weight: Tensor, search: bool, shared: Tensor | None) -> QuantTensor:
         """Return a weight, float32 [out, in], in this codec; shared: the largest magnitude of all that must have one scale."""
         if self.strategy == "tensor":
-            reach = weight.abs().amax().reshape(1) if shared is None else shared
+            reach = largest([weight]) if shared is None else shared
         elif self.strategy == "channel":
             reach = weight.abs().amax(1, keepdim=True)
         else:
@@ -86,9 +86,7 @@ class Float8:
 
     def share(self, weights: list[Tensor]) -> Tensor | None:
         """Return what weights that a runtime fuses must agree on: the largest magnitude, float32 [1], for a scale per tensor."""
-        if self.strategy != "tensor":
-            return None
-        return torch.stack([weight.abs().amax() for weight in weights]).amax().reshape(1)
+        return largest(weights) if self.strategy == "tensor" else None
 
     def _spread(self, scale: Tensor, shape: torch.Size) -> Tensor:
         if self.strategy != "block":

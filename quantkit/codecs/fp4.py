@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from quantkit.codecs._activations import FLOAT8_MAX, Activation
-from quantkit.codecs._levels import E2M1_MAX, best_scale, round_e2m1, values_e2m1
+from quantkit.codecs._levels import E2M1_MAX, best_scale, largest, round_e2m1, values_e2m1
 from quantkit.errors import UsageError
 from quantkit.tensors import QuantTensor
 
 E8M0_BIAS = 127
-# The largest weight of a group at 6, at 4 (twice as fine above), and between.
 ZEROS_SCALE = 0.125  # what the library gives a group of zeros
+# The largest weight of a group at 6, at 4 (twice as fine above), and between.
 NV_REACHES = (1.0, 1.5, 1.25, 1.125, 0.9)
 
 
@@ -67,9 +67,7 @@ class Fp4:
 
     def share(self, weights: list[Tensor]) -> Tensor | None:
         """Return what weights that a runtime fuses must agree on: the largest magnitude, float32 [1], for NVFP4's global scale."""
-        if self.kind == "mxfp4":
-            return None
-        return torch.stack([weight.abs().amax() for weight in weights]).amax().reshape(1)
+        return None if self.kind == "mxfp4" else largest(weights)
 
     def round(self, weight: Tensor, search: bool, shared: Tensor | None) -> QuantTensor:
         """Return a weight, float32 [out, in], in this codec; shared: the largest magnitude of all that must have one global scale."""
@@ -83,7 +81,7 @@ class Fp4:
             scale = best_scale(groups, [torch.ldexp(torch.ones_like(reach), e.clamp(-127, 127)) for e in tries], _rounded)
             params = {"scale": (torch.frexp(scale).exponent - 1 + E8M0_BIAS).to(torch.uint8).view(len(weight), -1)}
             return QuantTensor(round_e2m1(groups / scale[:, None]).view(weight.shape), params, self)
-        whole = (FLOAT8_MAX * E2M1_MAX) / (weight.abs().amax().reshape(1) if shared is None else shared).clamp_min(1e-30)
+        whole = (FLOAT8_MAX * E2M1_MAX) / (largest([weight]) if shared is None else shared).clamp_min(1e-30)
         locals_ = [_as_float8(whole * reach * share / E2M1_MAX) for share in (NV_REACHES if search else NV_REACHES[:1])]
         scale = best_scale(groups, [value / whole for value in locals_], _rounded)
         local = torch.where(reach > 0, _as_float8(scale * whole), ZEROS_SCALE)

@@ -23,7 +23,7 @@ from quantkit.commands._options import RunOptions
 from quantkit.errors import PlanError, StrictError, UsageError, name_list
 from quantkit.formats import FORMATS
 from quantkit.journal import Journal
-from quantkit.loader import Loader, pick_device
+from quantkit.loader import Loader, head_size, pick_device
 from quantkit.methods import METHODS
 from quantkit.pipeline import Passes, outputs_only, quantize_blocks, without_data
 from quantkit.plan import Plan, describe_codec, make_plan
@@ -122,12 +122,6 @@ def make_passes(job: Job, backend: Backend, schedule: str) -> Passes:
     if schedule not in SCHEDULES:
         return Passes(scaler, solver, without_data)
     return Passes(scaler, solver, partial(SCHEDULES[schedule], tiles=then == "rtn"))
-
-
-def head_size(config: Any) -> int:
-    """Return the columns of an attention head."""
-    config = config.get_text_config()
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _plan_document(plan: Plan) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Pool:
 
     LEAST = 16
 
-    def __init__(self, layers: int, make: Callable[[int], Pages], copy: bool = True) -> None:
+    def __init__(self, layers: int, make: Callable[[int], Pages]) -> None:
         """make(count) returns one layer's pages for so many."""
         self.make, self.layers = make, [make(0) for _ in range(layers)]
         self.references: list[int] = []
@@ -113,7 +113,7 @@ def _parts(pages: Pages) -> list[Tensor]:
 
 class PagedCache:
     """Float pages of 16 tokens. attend: the operation of `infer.attention.attend_reference`; whole: attention over gathered keys and values
-    instead (`infer.attention.WHOLE`), or None; most: pages that the prefix index may keep."""
+    instead (`infer.attention.pick_attention`), or None; most: pages that the prefix index may keep."""
 
     tokens = TOKENS
     crosses_badly = False  # whether a rollback over a page's end loses what the page was made from

@@ -272,6 +272,13 @@ def linear_of_blocks(data: Tensor, codec: Any, bias: Tensor | None) -> PackedLin
     return linear
 
 
+def linear_of_floats(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    """Return the linear of a float weight, [out, in], kept in its dtype."""
+    linear = PackedLinear((weight.shape[0], weight.shape[1]), bias, weight.nbytes)
+    linear.rows = lambda first, last: weight[first:last].to(torch.float32)
+    return linear
+
+
 def compact(tensor: QuantTensor) -> QuantTensor:
     """Return a tensor whose codes of 4 bits or fewer lie two in a byte, its parameters as small as they are stored."""
     params, codes = dict(tensor.params), tensor.codes

@@ -28,6 +28,7 @@ from quantkit.infer.linear import (
     eight_bits,
     linear_from,
     linear_of_blocks,
+    linear_of_floats,
     linear_of_planes,
     planes_of_blocks,
     planes_of_floats,
@@ -35,7 +36,7 @@ from quantkit.infer.linear import (
     share,
     values_of,
 )  # fmt: skip
-from quantkit.loader import Loader, is_conv1d
+from quantkit.loader import Loader, head_size, is_conv1d
 from quantkit.plan import fused_sets
 
 MOST = 1.17  # times the stored bytes: what planes of blocks may take
@@ -130,16 +131,14 @@ class Runner:
         value = store.read(source)
         if value.dtype == torch.bfloat16 and value.shape[1] % LANES == 0:
             return planes_of_floats(value)
-        linear = PackedLinear((value.shape[0], value.shape[1]), None, value.nbytes)
-        linear.rows = lambda first, last: value[first:last].to(torch.float32)
-        return linear
+        return linear_of_floats(value, None)
 
     def _linear(self, name: str, module: nn.Module) -> nn.Module:
         names, store = self.loader.names, self.loader.source.store
         source = names.to_source[f"{name}.weight"]
         bias = self.loader.read(names.to_source[f"{name}.bias"]) if getattr(module, "bias", None) is not None else None
         if self.stub:
-            return _Stub(module, bias)
+            return _Stub(module)
         if isinstance(store, PackedStore) and store.is_packed(source):
             plain = source.removesuffix(".weight")
             activation = store.activation(plain)
@@ -157,18 +156,14 @@ class Runner:
 
     def _dense(self, value: Tensor, bias: Tensor | None, module: nn.Module) -> PackedLinear:
         value = value.T.contiguous() if is_conv1d(module) else value
-        shape = (value.shape[0], value.shape[1])
         if self.make is not None and value.dtype == torch.bfloat16 and value.shape[1] % LANES == 0:
-            return linear_of_planes(planes_of_floats(value), shape, bias, self.make)
-        linear = PackedLinear(shape, bias, value.nbytes)
-        linear.rows = lambda first, last: value[first:last].to(torch.float32)
-        return linear
+            return linear_of_planes(planes_of_floats(value), (value.shape[0], value.shape[1]), bias, self.make)
+        return linear_of_floats(value, bias)
 
     def cache(self, kind: str, attention: str = "tiled") -> PagedCache:
         """Return an empty cache of this kind for the model."""
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        size = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
-        cache = CACHES[kind](len(self.loader.blocks), heads, size, self.attend, pick_attention(attention))
+        cache = CACHES[kind](len(self.loader.blocks), heads, head_size(self.config), self.attend, pick_attention(attention))
         if self.attend is not attend_reference:
             cache.step = self.backend.op("paged_step", attend_reference)
         return cache
@@ -193,10 +188,9 @@ class Runner:
 class _Stub(nn.Module):
     """A linear that computes nothing: what is left of a step is what modules and attention cost."""
 
-    def __init__(self, module: Any, bias: Tensor | None) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
-        self.shape = module.weight.shape
-        self.value = torch.zeros(1, self.shape[0] if not is_conv1d(module) else self.shape[1])
+        self.value = torch.zeros(1, module.weight.shape[1 if is_conv1d(module) else 0])
         self.nbytes = 0
 
     def forward(self, x: Tensor) -> Tensor:
