@@ -9,9 +9,9 @@ tokenizer would put one.
 from __future__ import annotations
 
 import hashlib
-import json
 import tomllib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CalibrationError, UsageError
+from quantkit.foreign import bounded, foreign, parse_json
 
 BREAK = "<|document|>"
 HELD_OUT = "held-out"  # texts of the same kinds as the bundled ones, none of them among those
@@ -76,14 +77,8 @@ def _file_documents(path: Path, column: str) -> Iterator[Document]:
     if path.suffix in (".jsonl", ".json"):
         yield from (_document(row, column, path) for row in _json_rows(path))
     elif path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        try:
-            table = pyarrow.parquet.ParquetFile(path)
-        except (OSError, ValueError) as error:
-            raise CalibrationError(f"{path} is not readable Parquet ({error}).") from None
-        for batch in table.iter_batches():
-            yield from (_document(row, column, path) for row in batch.to_pylist())
+        for rows in _parquet_rows(path):
+            yield from (_document(row, column, path) for row in rows)
     else:
         try:
             text = path.read_text(encoding="utf-8")
@@ -93,17 +88,23 @@ def _file_documents(path: Path, column: str) -> Iterator[Document]:
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise CalibrationError(f"{path}, line {number}: not JSON ({error}).") from None
+            row = parse_json(line, f"{path}, line {number},", CalibrationError)
             if not isinstance(row, dict):
                 raise CalibrationError(f"{path}, line {number}: not a JSON object.")
             yield row
+
+
+def _parquet_rows(path: Path) -> Iterator[list[dict[str, Any]]]:
+    import pyarrow.parquet
+
+    with foreign(f"{path} is not readable Parquet", kind=CalibrationError):
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+        while (batch := next(batches, None)) is not None:
+            yield batch.to_pylist()
 
 
 def _document(row: dict[str, Any], column: str, origin: object) -> Document:
@@ -113,6 +114,8 @@ def _document(row: dict[str, Any], column: str, origin: object) -> Document:
         raise CalibrationError(f"{origin} has not {wanted}. It has: {', '.join(row)}. Choose one with --column.")
     value = row[chosen]
     if isinstance(value, list):
+        if not all(isinstance(message, dict) for message in value):
+            raise CalibrationError(f"{origin}: column '{chosen}' holds a list, but not of chat messages.")
         return [{"role": m.get("role") or m.get("from", ""), "content": m.get("content") or m.get("value", "")} for m in value]
     if not isinstance(value, str):
         raise CalibrationError(f"{origin}: column '{chosen}' holds {type(value).__name__}, not text or chat messages.")
@@ -151,13 +154,16 @@ def encode(tokenizer: Any, items: Iterable[Document], enough: int) -> tuple[list
 
 def _chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     if tokenizer.chat_template:
-        from jinja2.exceptions import TemplateError
-
-        try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False))
-        except (TemplateError, ValueError):  # some templates refuse a system message or two turns of one role
-            pass
+        # Some templates refuse a system message or two turns of one role; a broken one fails at every message.
+        with suppress(CalibrationError):
+            return render_chat(tokenizer, messages)
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages) + "\n"
+
+
+def render_chat(tokenizer: Any, messages: list[dict[str, str]], **how: Any) -> str:
+    """Return what the model's chat template makes of messages, within limits of time and memory; a CalibrationError if it fails."""
+    with foreign("The model's chat template cannot be rendered", kind=CalibrationError), bounded():
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
 
 
 def bos_prefix(tokenizer: Any) -> list[int]:

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import PlanError, SourceError, UsageError, name_list
+from quantkit.foreign import whole
 from quantkit.formats._gguf import read_header
 from quantkit.mixture import order
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 MAX_NAME = 127
 DAT_CHUNK = 512
+MOST = 2**31 - 1
 
 
 @dataclass
@@ -126,7 +128,12 @@ def _load_gguf(path: Path) -> Importance:
         if len(counts) != len(sums):
             raise SourceError(f"{path}: {name} has {len(sums)} rows of sums and {len(counts)} counts.")
         entries[name] = Entry(sums, counts)
-    return Importance(entries, header.get("imatrix.chunk_size"), header.get("imatrix.chunk_count"), list(header.get("imatrix.datasets")))
+    datasets = header.get("imatrix.datasets")
+    if not isinstance(datasets, list):
+        raise SourceError(f"{path}: imatrix.datasets is no list.")
+    size = whole(header.get("imatrix.chunk_size"), f"{path}: imatrix.chunk_size", 1, MOST)
+    count = whole(header.get("imatrix.chunk_count"), f"{path}: imatrix.chunk_count", 0, MOST)
+    return Importance(entries, size, count, [str(name).encode("utf-8", "replace").decode() for name in datasets])
 
 
 def _load_dat(path: Path) -> Importance:
@@ -156,7 +163,7 @@ def _load_dat(path: Path) -> Importance:
         entries[name] = Entry(values[None] * DAT_CHUNK, torch.tensor([float(max(calls, 1) * DAT_CHUNK)]))
     if not entries:
         raise wrong
-    chunks = number() if at < len(data) else 0
+    chunks = max(number(), 0) if at < len(data) else 0
     dataset = take(number()).decode("utf-8", "replace") if at < len(data) else ""
     return Importance(entries, DAT_CHUNK, chunks, [dataset] if dataset else [])
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from quantkit.codecs._activations import RoundedInputs
 from quantkit.errors import PlanError, SourceError, UsageError, name_list
 from quantkit.families import family
+from quantkit.foreign import foreign
 from quantkit.formats._experts import EXPERT, PARTS
 from quantkit.formats._packed import PackedStore
-from quantkit.formats._safetensors import DTYPES, TensorInfo, tensor_bytes
+from quantkit.formats._safetensors import DTYPES, TensorInfo, require_finite, tensor_bytes
 from quantkit.formats.store import TensorStore
 from quantkit.source import Source
 
@@ -41,20 +42,16 @@ def build_skeleton(config: Any, trust_remote_code: bool = False) -> nn.Module:
     import transformers
     from accelerate import init_empty_weights
 
-    architectures = config.architectures or []
-    cls = getattr(transformers, architectures[0], None) if len(architectures) == 1 else None
-    try:
+    with foreign(f"transformers {transformers.__version__} cannot build this model from its configuration"):
+        architectures = config.architectures or []
+        cls = getattr(transformers, architectures[0], None) if len(architectures) == 1 else None
         with init_empty_weights(include_buffers=False):
             if cls is not None and hasattr(cls, "_from_config") and not trust_remote_code:
                 model = cls._from_config(config, dtype=torch.float32)
             else:
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
-        raise SourceError(
-            f"transformers {transformers.__version__} cannot build this model from its config.json: {str(error).splitlines()[0]}"
-        ) from None
-    model.tie_weights()
-    model.eval()
+        model.tie_weights()
+        model.eval()
     skeleton: nn.Module = model
     return skeleton
 
@@ -72,15 +69,16 @@ class NameMap:
         self.to_model: dict[str, str] = {}
         self.unused: list[str] = []
         self.stacks: dict[str, dict[str, dict[int, str]]] = {}
-        rename = _renamer(model, wanted)
+        rename, taken = _renamer(model, wanted), set[str]()
         for source in store.names():
             target, merged = rename(source)
             if merged:
                 match = EXPERT.fullmatch(source)
                 assert match is not None
                 self.stacks.setdefault(target, {}).setdefault(PARTS[match["part"]], {})[int(match["index"])] = source
-            elif target in wanted and target not in self.to_model.values():
+            elif target in wanted and target not in taken:
                 self.to_model[source] = target
+                taken.add(target)
             else:
                 self.unused.append(source)
         self.to_source = {target: source for source, target in self.to_model.items()}
@@ -311,14 +309,6 @@ class Loader:
 
 def _own_names(module: nn.Module) -> list[str]:
     return [*(key for key, _ in module.named_parameters(recurse=False)), *module._buffers]
-
-
-def require_finite(name: str, value: Tensor) -> None:
-    """Raise a SourceError naming the tensor, the count and the first index of NaN or Inf, if there are any."""
-    bad = ~torch.isfinite(value)
-    if count := int(bad.sum()):
-        first = tuple(int(i) for i in bad.nonzero()[0])
-        raise SourceError(f"'{name}' holds {count} NaN or Inf, the first at {first}. The checkpoint is damaged, or a merge failed.")
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:

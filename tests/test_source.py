@@ -75,7 +75,7 @@ def test_headers_are_not_believed(kind: str, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="claims a header"):
         read_header(path)
     path.write_bytes(struct.pack("<Q", 52) + b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}')
-    with pytest.raises(SourceError, match="not JSON"):
+    with pytest.raises(SourceError, match="not readable JSON"):
         read_header(path)
     twice = b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
     path.write_bytes(struct.pack("<Q", len(twice)) + twice)

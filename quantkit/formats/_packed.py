@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quantkit.codecs._activations import Activation
 from quantkit.errors import SourceError
+from quantkit.foreign import reason
 from quantkit.formats import _safetensors as st
 from quantkit.formats._safetensors import TensorInfo
 from quantkit.formats.store import TensorStore
@@ -55,9 +56,8 @@ class PackedStore(ABC):
         """Turn what torch says of tensors that do not fit each other into a SourceError that names the module."""
         try:
             yield
-        except (RuntimeError, IndexError, ValueError, KeyError, ZeroDivisionError) as error:
-            reason = str(error).splitlines()[0]
-            raise SourceError(f"{module}: its packed tensors do not fit each other ({reason}). The checkpoint is damaged.") from None
+        except (RuntimeError, IndexError, ValueError, KeyError, TypeError, ArithmeticError) as error:
+            raise SourceError(f"{module}: its packed tensors do not fit each other ({reason(error)}). The checkpoint is damaged.") from None
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return (out, in) of a packed module, from headers alone."""
@@ -72,6 +72,10 @@ class PackedStore(ABC):
             raise SourceError(
                 f"{module}: its codes are {list(tensor.codes.shape)}, its shape {list(self.shape(module))}. The checkpoint is damaged."
             )
+        if (index := tensor.group_index) is not None:
+            groups = tensor.params["scale"].shape[1]
+            if index.shape != tensor.codes.shape[1:] or index.is_floating_point() or not 0 <= int(index.min()) <= int(index.max()) < groups:
+                raise SourceError(f"{module}: its g_idx does not give each column one of {groups} groups. The checkpoint is damaged.")
         return tensor
 
     @abstractmethod
@@ -102,7 +106,11 @@ class PackedStore(ABC):
     def read(self, name: str) -> Tensor:
         """One tensor; a packed module's weight is dequantized to float32 [out, in]."""
         module = self._shown[name]
-        return self.quant(module).dequantize() if module else self.inner.read(name)
+        if not module:
+            return self.inner.read(name)
+        tensor = self.quant(module)
+        with self.fitting(module):
+            return tensor.dequantize()
 
     def chunks(self, name: str) -> Iterator[bytes | memoryview]:
         """One tensor's bytes in pieces."""

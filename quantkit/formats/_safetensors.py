@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import SourceError
+from quantkit.foreign import parse_json, whole
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -37,7 +38,7 @@ if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
     DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 SIZES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
-MAX_HEADER = 100_000_000
+MAX_HEADER = 16_000_000  # more than a hundred thousand tensors
 CHUNK = 16 << 20
 
 
@@ -63,22 +64,24 @@ class Entry(NamedTuple):
 
 def read_header(path: Path) -> dict[str, Entry]:
     """Return the entries of a safetensors file, in the order of their data; a SourceError names what is wrong."""
+    if not path.is_file():
+        raise SourceError(f"{path} is missing, or no file.")
     size = path.stat().st_size
     if size < 8:
         raise SourceError(f"{path} has {size} bytes: not a safetensors file. Download it again.")
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        start = file.read(8)
+        if start.startswith(b"PK"):
+            raise SourceError(f"{path} is a zip archive, not a safetensors file. Unpack it, or download the right file.")
+        length = int.from_bytes(start, "little")
         if length > min(size - 8, MAX_HEADER):
             raise SourceError(
                 f"{path} claims a header of {length} bytes but has {size}: truncated, or not a safetensors file. Download it again."
             )
         raw = file.read(length)
-    try:
-        header = json.loads(raw, object_pairs_hook=lambda pairs: _unique(path, pairs))
-        if not isinstance(header, dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        raise SourceError(f"{path} has a header that is not JSON ({error}). Download it again.") from None
+    header = parse_json(raw, f"{path}: its header", hook=lambda pairs: _unique(path, pairs))
+    if not isinstance(header, dict):
+        raise SourceError(f"{path} has a header that is no JSON object. Download it again.")
     header.pop("__metadata__", None)
     return _entries(path, header, 8 + length, size)
 
@@ -86,9 +89,9 @@ def read_header(path: Path) -> dict[str, Entry]:
 def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise SourceError(f"{path} names '{twice}' twice.")
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise SourceError(f"{path} names '{twice[:80]}' twice.")
     return result
 
 
@@ -96,8 +99,9 @@ def _entries(path: Path, header: dict[str, Any], base: int, size: int) -> dict[s
     entries: dict[str, Entry] = {}
     for name, item in header.items():
         try:
-            dtype, shape = str(item["dtype"]), tuple(int(n) for n in item["shape"])
-            start, stop = (base + int(n) for n in item["data_offsets"])
+            where = f"{path}: a number of '{name[:80]}'"
+            dtype, shape = str(item["dtype"]), tuple(whole(n, where) for n in item["shape"])
+            start, stop = (base + whole(n, where) for n in item["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise SourceError(f"{path}: the header's entry for '{name}' is malformed.") from None
         if dtype not in SIZES:
@@ -181,3 +185,11 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
                 file.write(piece)
         sync(file)
     temporary.replace(path)
+
+
+def require_finite(name: str, value: Tensor) -> None:
+    """Raise a SourceError naming the tensor, the count and the first index of NaN or Inf, if there are any."""
+    bad = ~torch.isfinite(value)
+    if count := int(bad.sum()):
+        first = tuple(int(i) for i in bad.nonzero()[0])
+        raise SourceError(f"'{name}' holds {count} NaN or Inf, the first at {first}. The checkpoint is damaged, or a merge failed.")

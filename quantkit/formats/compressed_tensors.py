@@ -134,8 +134,8 @@ class CompressedTensorsStore(PackedStore):
             return info.shape[0], 2 * info.shape[1]
         if f"{module}.weight_shape" not in self.held:
             raise SourceError(f"The compressed-tensors checkpoint lacks {module}.weight_shape.")
-        out, columns = self.inner.read(f"{module}.weight_shape").tolist()
-        return out, columns
+        out, columns = self.inner.read(f"{module}.weight_shape").reshape(-1).tolist()
+        return int(out), int(columns)
 
     def _activations(self, module: str) -> str:
         """Return how a module's inputs are rounded: none, dynamic or static."""
@@ -174,7 +174,8 @@ def _scheme(groups: dict[str, Any], module: str) -> dict[str, Any]:
     """Return the group of a module: one that names it, else one whose pattern fits, else that of all linears."""
     best: tuple[int, dict[str, Any]] = (3, {})
     for group in groups.values():
-        for target in map(str, group.get("targets") or []):
+        targets = group.get("targets")
+        for target in map(str, targets if isinstance(targets, list) else []):
             rank = 0 if target == module else 1 if target[:3] == "re:" and re.match(target[3:], module) else 2 if target == "Linear" else 3
             best = min(best, (rank, group), key=lambda pair: pair[0])
     return best[1]

@@ -69,8 +69,8 @@ FORMAT = Fp8Format()
 class Fp8Store(PackedStore):
     """The reader."""
 
-    anchors = (".weight_scale_inv",)
-    suffixes = (".weight_scale_inv", ".activation_scale", ".weight")
+    anchors = (".weight_scale_inv", ".weight_scale")  # two names of one thing: what a code is multiplied by
+    suffixes = (".weight_scale_inv", ".weight_scale", ".activation_scale", ".weight")
 
     def __init__(self, inner: TensorStore, config: dict[str, Any]) -> None:
         super().__init__(inner)
@@ -89,7 +89,7 @@ class Fp8Store(PackedStore):
         return out, columns
 
     def _codec(self, module: str) -> Float8:
-        strategy = "tensor" if self.inner.info(f"{module}.weight_scale_inv").shape in ((), (1,)) else "block"
+        strategy = "tensor" if self.inner.info(self.modules[module]).shape in ((), (1,)) else "block"
         activations = "static" if self.static and strategy == "tensor" else "dynamic"
         return Float8(strategy, "float32", activations, self.block)
 
@@ -103,7 +103,7 @@ class Fp8Store(PackedStore):
 
     def _quant(self, module: str) -> QuantTensor:
         codec = self._codec(module)
-        scale = self.inner.read(f"{module}.weight_scale_inv").to(torch.float32)
+        scale = self.inner.read(self.modules[module]).to(torch.float32)
         scale = scale.reshape(1) if codec.strategy == "tensor" else scale
         if tuple(scale.shape) != codec.shape_of_scale(self.shape(module)):
             raise SourceError(f"{module}: scales {list(scale.shape)} are no blocks of {list(self.block)} of {list(self.shape(module))}.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import SourceError
+from quantkit.foreign import foreign
 from quantkit.formats._gguf import Header
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -33,7 +34,8 @@ def load_tokenizer(header: Header) -> Any:
 
     if model is None:
         raise SourceError(f"{header.path} has no tokenizer.")
-    return AutoTokenizer.from_pretrained(str(header.path.parent), gguf_file=header.path.name)
+    with foreign(f"{header.path} has no usable tokenizer"):
+        return AutoTokenizer.from_pretrained(str(header.path.parent), gguf_file=header.path.name)
 
 
 def _from_merges(header: Header) -> Any:
@@ -41,32 +43,45 @@ def _from_merges(header: Header) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     tokens, merges = header.get("tokenizer.ggml.tokens"), header.get("tokenizer.ggml.merges")
-    if not isinstance(tokens, list) or not isinstance(merges, list):
+    if not _texts(tokens) or not _texts(merges):
         raise SourceError(f"{header.path} has a byte-level tokenizer without tokens or without merges.")
     kinds = header.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if not isinstance(kinds, list):
+        raise SourceError(f"{header.path}: tokenizer.ggml.token_type is no list.")
     pre = str(header.get("tokenizer.ggml.pre") or "gpt-2")
     vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind != UNUSED}
     pairs = [(merge[:at], merge[at + 1 :]) for merge in merges if (at := merge.find(" ", 1)) > 0]
-    try:
+    with foreign(f"{header.path}: its tokenizer's merges do not fit its tokens"):
         backend = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre in WHOLE_WORDS))
-    except Exception as error:
-        if type(error) is not Exception:  # the tokenizers library raises nothing finer
-            raise
-        raise SourceError(f"{header.path}: its tokenizer's merges do not fit its tokens ({error}).") from None
     set_pre_tokenizer(backend, pre, header.path)
     backend.decoder = decoders.ByteLevel()
     special = [AddedToken(t, special=True, normalized=False) for t, kind in zip(tokens, kinds, strict=False) if kind == CONTROL]
     backend.add_special_tokens(special)
     backend.add_tokens([AddedToken(t, normalized=False) for t, kind in zip(tokens, kinds, strict=False) if kind == USER_DEFINED])
     ids = {ours: header.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in NAMES.items()}
-    named = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
+    named = {f"{name}_token": tokens[i] for name, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
     level: Any = processors.ByteLevel(trim_offsets=True)
     if header.get("tokenizer.ggml.add_bos_token") and "bos_token" in named:
         bos = named["bos_token"]
         template = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, ids["bos"])])
         level = processors.Sequence([level, template])
     backend.post_processor = level
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=header.get("tokenizer.chat_template"), **named)
+    with foreign(f"{header.path} has no usable tokenizer"):
+        return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=templates(header), **named)
+
+
+def templates(header: Header) -> Any:
+    """Return the chat template of a file, or its templates by name if there are several; None if there is none."""
+    prefix, default = "tokenizer.chat_template.", header.get("tokenizer.chat_template")
+    named = {name.removeprefix(prefix): key.value for name, key in header.keys.items() if name.startswith(prefix)}
+    if not named:
+        return default if isinstance(default, str) else None
+    named |= {"default": default} if default is not None else {}
+    return {name: text for name, text in named.items() if isinstance(text, str)}
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def set_pre_tokenizer(backend: Any, pre: str, path: Path) -> None:

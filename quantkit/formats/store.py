@@ -6,16 +6,15 @@ its modules as plain weights again, so that any artifact can be a source.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import SourceError, name_list
+from quantkit.foreign import foreign, read_json
 from quantkit.formats import _safetensors as st
 from quantkit.formats._safetensors import TensorInfo
 
@@ -54,7 +53,12 @@ class SafetensorsStore:
         self.paths = paths
         self.entries: dict[str, tuple[Path, st.Entry]] = {}
         for path in paths:
-            for name, entry in st.read_header(path).items():
+            try:
+                header = st.read_header(path)
+            except SourceError as error:
+                lacking = [name for name, file in (claims or {}).items() if file == path.name]
+                raise SourceError(f"{error} It should hold {name_list(lacking, 3)}." if lacking else str(error)) from None
+            for name, entry in header.items():
                 if claims is not None and claims.get(name) != path.name:
                     continue
                 if name in self.entries:
@@ -98,20 +102,26 @@ class BinStore:
         self.open: tuple[Path, dict[str, Tensor]] | None = None
         for path in paths:
             for name, tensor in self._load(path).items():
+                self._check(path, name, tensor)
                 self.where[name] = path
                 self.infos[name] = TensorInfo(st.CODES[tensor.dtype], tuple(tensor.shape))
 
     def _load(self, path: Path) -> dict[str, Tensor]:
         if self.open is None or self.open[0] != path:
-            try:
+            advice = "quantkit never unpickles; save the model as safetensors."
+            with foreign(f"{path} cannot be read by torch's weights-only loader", advice):
                 loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except (RuntimeError, OSError, ValueError, EOFError, UnpicklingError) as error:
-                raise SourceError(
-                    f"{path} cannot be read by torch's weights-only loader ({str(error).splitlines()[0]}). "
-                    "quantkit never unpickles; save the model as safetensors."
-                ) from None
-            self.open = (path, {k: v for k, v in loaded.items() if isinstance(v, Tensor)})
+            if not isinstance(loaded, dict):
+                raise SourceError(f"{path} holds a {type(loaded).__name__}, not named tensors.")
+            self.open = (path, {str(k): v for k, v in loaded.items() if isinstance(v, Tensor)})
         return self.open[1]
+
+    @staticmethod
+    def _check(path: Path, name: str, tensor: Tensor) -> None:
+        """Refuse what is no plain tensor, or stands for more bytes than the file holds."""
+        plain = not tensor.is_nested and tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.dtype in st.CODES
+        if not plain or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise SourceError(f"{path}: '{name}' is no plain tensor with all of its values in the file. Save the model as safetensors.")
 
     def names(self) -> list[str]:
         """Names, by file."""
@@ -134,24 +144,13 @@ class BinStore:
         return self.paths
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; a SourceError names the file if it is not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise SourceError(f"{path} is not readable JSON ({error}).") from None
-    if not isinstance(value, dict):
-        raise SourceError(f"{path} holds no JSON object.")
-    return value
-
-
 def open_folder(folder: Path) -> tuple[TensorStore, list[str]]:
     """Open a checkpoint folder; return its store and notices (weight files that the index does not name).
 
     An index rules when there is one; without it every `*.safetensors` is read, and two files that hold the same
     name are an error. `.bin` files are read only when there are no safetensors.
     """
-    found = sorted(folder.glob("*.safetensors"))
+    found = sorted(path for path in folder.glob("*.safetensors") if path.is_file() or path.is_symlink())
     if (folder / INDEX).exists():
         claims = _weight_map(folder / INDEX)
         paths = _named_files(folder, claims, INDEX)
@@ -176,9 +175,12 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _named_files(folder: Path, claims: dict[str, str], index: str) -> list[Path]:
+    for name in set(claims.values()):
+        if "/" in name or "\\" in name or "\0" in name or not 0 < len(name) < 256 or name in (".", ".."):
+            raise SourceError(f"{folder / index} names the file {name[:80]!r}; weights are files of the folder itself.")
     paths = [folder / name for name in sorted(set(claims.values()))]
     for path in paths:
-        if path.parent != folder or not path.is_file():
+        if not path.is_file():
             lacking = [name for name, file in claims.items() if file == path.name]
             raise SourceError(
                 f"{folder / index} names {path.name}, which is missing; it should hold {name_list(lacking, 3)}. "

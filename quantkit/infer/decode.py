@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UsageError
-from quantkit.formats.store import read_json
+from quantkit.foreign import read_json
 from quantkit.infer.cache import Held, PagedCache, Segment
 from quantkit.infer.model import Runner
 from quantkit.infer.sampling import Sampling, accept
