@@ -36,7 +36,7 @@ ROLES = (
     ("ffn_down", ("ffn_down",)),
 )
 RULED = ("attn_v", "ffn_down", "attn_output")
-CONDITION = re.compile(r"always|more|first-(\d+|eighth|sixteenth)|gqa4|experts8|not-experts8|imatrix|no-imatrix")
+CONDITION = re.compile(r"always|more|first-(\d{1,6}|eighth|sixteenth)|gqa4|experts8|not-experts8|imatrix|no-imatrix")
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class Choice:
 
 @cache
 def policies() -> tuple[str, ...]:
-    """Return the names of the recipes that come with quantkit."""
-    folder = data_folder("recipes")
-    return tuple(sorted(path.stem.upper() for path in folder.iterdir() if path.suffix == ".toml"))
+    """Return the names of the mixtures that come with quantkit."""
+    paths = [path for path in data_folder("recipes").iterdir() if path.suffix == ".toml"]
+    return tuple(sorted(path.stem.upper() for path in paths if "types" in tomllib.loads(path.read_text(encoding="utf-8"))))
 
 
 def load_policy(name: str) -> Policy:
@@ -109,7 +109,7 @@ def load_policy(name: str) -> Policy:
         table = tomllib.loads(path.read_text(encoding="utf-8"))["types"]
         rules = {role: tuple(_parse_rule(rule, path) for rule in table.get(role, [])) for role in RULED}
         policy = Policy(path.stem.upper(), int(table["file_type"]), str(table["base"]), rules)
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UsageError(f"{path} is no recipe: {error}. See recipes/README.md for the keys of [types].") from None
     if unknown := sorted(set(table) - {"file_type", "base", *RULED}):
         raise UsageError(f"{path}: unknown keys {', '.join(unknown)}. Known: file_type, base, {', '.join(RULED)}.")

@@ -6,6 +6,7 @@ types that quantkit writes. Settings that transformers' mapping leaves at their 
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Iterator
@@ -18,14 +19,17 @@ from torch import Tensor
 from quantkit.codecs import CODECS, GGML_TYPES, rounded
 from quantkit.codecs.affine import Affine
 from quantkit.errors import SourceError
+from quantkit.foreign import foreign, whole
 from quantkit.formats import _safetensors as st
 from quantkit.formats._gguf import Header, add_key, read_header
 from quantkit.formats._safetensors import TensorInfo
+from quantkit.formats.gguf_settings import as_mixtral, set_ends, set_rope, set_sizes, set_windows
 from quantkit.tensors import QuantTensor
 
 CODEC_OF = {CODECS[name].type_id: name for name in GGML_TYPES}
 SETTINGS = {"head_dim": "attention.key_length", "n_positions": "context_length", "max_position_embeddings": "context_length"}
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
+MIXTRAL = {"gate": "w1", "down": "w2", "up": "w3"}
 LONG = 4096  # keys with more elements are a vocabulary's
 
 
@@ -48,7 +52,7 @@ class GgufStore:
         for tensor, entry in header.tensors.items():
             if (match := EXPERTS.fullmatch(tensor)) and f"model.layers.{match[1]}.mlp.experts.gate_up_proj" in shapes:
                 for index in range(entry.shape[0]):
-                    one = f"model.layers.{match[1]}.mlp.experts.{index}.{match[2]}_proj.weight"
+                    one = _expert_name(config.model_type, match[1], index, match[2])
                     self.tensors[one], self.expert[one] = tensor, index
                     self.infos[one] = TensorInfo("F32", entry.shape[1:])
                 continue
@@ -56,6 +60,11 @@ class GgufStore:
             if name is None and not tensor.startswith("rope_"):
                 raise SourceError(f"{path}: no {type(model).__name__} weight corresponds to '{tensor}'.")
             if name is not None:
+                if math.prod(entry.shape) != math.prod(shapes[name]):
+                    raise SourceError(
+                        f"{path}: '{tensor}' has the shape {list(entry.shape)}, but the file's settings make it {list(shapes[name])}. "
+                        "The file is damaged, or its settings are not those of its weights."
+                    )
                 self.tensors[name] = tensor
                 self.infos[name] = TensorInfo("F32", shapes[name])
 
@@ -71,7 +80,8 @@ class GgufStore:
         """Decode one tensor to float32 and undo what the file's architecture did to it (Q/K order, norm offset)."""
         tensor = self.tensors[name]
         values = decode(self.header, tensor, self.expert.get(name))
-        values = self.processor.process(weights=values, name=tensor, tensor_key_mapping={}, parsed_parameters={}).weights
+        with foreign(f"{self.path}: '{tensor}' does not fit the file's settings"):
+            values = self.processor.process(weights=values, name=tensor, tensor_key_mapping={}, parsed_parameters={}).weights
         return torch.from_numpy(values.copy()).to(torch.float32).reshape(self.infos[name].shape)
 
     def exact_modules(self) -> dict[str, str]:
@@ -120,6 +130,13 @@ class GgufStore:
         return [self.path]
 
 
+def _expert_name(model_type: str, layer: str, index: int, part: str) -> str:
+    """Return a checkpoint's name of one expert's weight; Mixtral's are of their own kind."""
+    if model_type == "mixtral":
+        return f"model.layers.{layer}.block_sparse_moe.experts.{index}.{MIXTRAL[part]}.weight"
+    return f"model.layers.{layer}.mlp.experts.{index}.{part}_proj.weight"
+
+
 def _model_names(path: Path, architecture: str, model: Any, processor: Any, wanted: set[str]) -> dict[str, str]:
     """Return GGUF name -> model name: one look at gguf's table, or transformers' slower search for odd families."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -135,10 +152,8 @@ def _model_names(path: Path, architecture: str, model: Any, processor: Any, want
                 names[f"{known}{dot}{suffix}"] = name
     if {name for name in wanted if not name.startswith("rope_") and not EXPERTS.fullmatch(name)} <= set(names):
         return names
-    try:
+    with foreign(f"{path}: its tensors cannot be named"):
         return dict(get_gguf_hf_weights_map(model, processor))
-    except NotImplementedError as error:
-        raise SourceError(f"{path}: {error}") from None
 
 
 def decode(header: Header, tensor: str, index: int | None = None) -> Any:
@@ -161,22 +176,31 @@ def load_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     header = read_header(path)  # transformers believes what the file says
-    with tempfile.TemporaryDirectory() as scratch:
+    if header.get("split.count", 1) != 1:
+        pieces = header.get("split.count")
+        raise SourceError(f"{path} is one of {pieces} pieces of a model. Put them together first (llama-gguf-split --merge).")
+    arch = str(header.get("general.architecture", ""))
+    blocks = whole(header.get(f"{arch}.block_count", 0), f"{path}: {arch}.block_count")
+    if blocks > len(header.tensors):
+        raise SourceError(f"{path} claims {blocks} blocks but holds {len(header.tensors)} tensors. The file is damaged.")
+    with tempfile.TemporaryDirectory() as scratch, foreign(f"{path}: transformers cannot read its settings"):
         _write_sketch(header, Path(scratch) / "sketch.gguf")
-        try:
-            config = AutoConfig.from_pretrained(scratch, gguf_file="sketch.gguf")
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise SourceError(f"{path}: transformers cannot read this architecture ({error}).") from None
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    text, arch = config.get_text_config(), header.get("general.architecture")
-    for attribute, suffix in SETTINGS.items():
-        if (value := header.get(f"{arch}.{suffix}")) is not None and hasattr(text, attribute):
-            setattr(text, attribute, value)
-    if (embedding := header.tensors.get("token_embd.weight")) is not None:
-        text.vocab_size = embedding.shape[0]
-    if "output.weight" in header.tensors:
-        text.tie_word_embeddings = config.tie_word_embeddings = False
+        config = AutoConfig.from_pretrained(scratch, gguf_file="sketch.gguf")
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        config = as_mixtral(config, header)
+        text = config.get_text_config()
+        for attribute, suffix in SETTINGS.items():
+            if (value := header.get(f"{arch}.{suffix}")) is not None and hasattr(text, attribute):
+                setattr(text, attribute, value)
+        if (embedding := header.tensors.get("token_embd.weight")) is not None:
+            text.vocab_size = embedding.shape[0]
+        if "output.weight" in header.tensors:
+            text.tie_word_embeddings = config.tie_word_embeddings = False
+        set_sizes(text, header, arch)
+        set_rope(text, header, arch, lambda name: decode(header, name))
+        set_windows(text, header, arch)
+        set_ends(config, header)
     return config
 
 

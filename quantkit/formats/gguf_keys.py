@@ -16,7 +16,10 @@ from torch import Tensor
 
 from quantkit.errors import PlanError
 from quantkit.families import GgufFamily
+from quantkit.foreign import mapping, whole
+from quantkit.formats.gguf_settings import gemma_scalar
 
+PATTERNS = {"gemma2": 2, "gemma3": 6}
 ROPE_TYPES = ("default", "linear", "yarn", "longrope", "su", "llama3", "dynamic")
 
 
@@ -24,10 +27,10 @@ class Settings:
     """A configuration to ask: text settings at the top, whatever the wrapper."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.values = {**config, **(config.get("text_config") or {})}
-        rope = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
-        self.local_rope: dict[str, Any] = rope.get("sliding_attention") or {}
-        self.rope: dict[str, Any] = dict(rope.get("full_attention") or rope)
+        self.values = {**config, **mapping(config.get("text_config"), "config.json: text_config")}
+        rope = mapping(self.values.get("rope_parameters") or self.values.get("rope_scaling") or None, "config.json: rope_parameters")
+        self.local_rope: dict[str, Any] = mapping(rope.get("sliding_attention") or None, "config.json: sliding_attention")
+        self.rope: dict[str, Any] = dict(mapping(rope.get("full_attention") or None, "config.json: full_attention") or rope)
         self.rope.setdefault("rope_type", self.rope.get("type", "default"))
         for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
             if self.values.get(key) is not None:
@@ -49,22 +52,22 @@ class Settings:
     @property
     def layers(self) -> int:
         """Blocks of the model."""
-        return int(self.need("num_hidden_layers", "n_layer"))
+        return whole(self.need("num_hidden_layers", "n_layer"), "config.json: the number of layers", 1)
 
     @property
     def hidden(self) -> int:
         """Width of the residual stream."""
-        return int(self.need("hidden_size", "n_embd"))
+        return whole(self.need("hidden_size", "n_embd"), "config.json: hidden_size", 1)
 
     @property
     def heads(self) -> int:
         """Query heads."""
-        return int(self.need("num_attention_heads", "n_head"))
+        return whole(self.need("num_attention_heads", "n_head"), "config.json: the number of heads", 1)
 
     @property
     def kv_heads(self) -> int:
         """Key heads."""
-        return int(self.get("num_key_value_heads", default=self.heads))
+        return whole(self.get("num_key_value_heads", default=self.heads), "config.json: num_key_value_heads", 1)
 
     @property
     def experts(self) -> int:
@@ -182,6 +185,23 @@ def _gpt2(writer: Any, settings: Settings) -> None:
     writer.add_feed_forward_length(settings.get("n_inner", default=4 * settings.hidden))
     writer.add_head_count(settings.heads)
     writer.add_layer_norm_eps(settings.need("layer_norm_epsilon"))
+
+
+def differences(settings: Settings, family: GgufFamily) -> list[str]:
+    """Return what llama.cpp computes differently, because the file has no key for it: patterns of windows, Gemma's scalar."""
+    found, window, kinds = [], settings.get("sliding_window"), settings.get("layer_types") or []
+    if every := PATTERNS.get(family.arch):
+        usual = ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(len(kinds))]
+        if kinds != usual:
+            found.append(f"llama.cpp lets every layer but each {every}th look back {window} tokens only; layer_types says otherwise")
+    elif family.arch != "phi3" and window and settings.get("use_sliding_window", default=True):
+        found.append(f"llama.cpp has no sliding window for {family.arch}: beyond {window} tokens it attends to more than this model does")
+    scalar = settings.get("query_pre_attn_scalar")
+    if scalar is not None:
+        theirs = gemma_scalar(settings.layers, settings.hidden, settings.heads, settings.head_dim)
+        if scalar != theirs:
+            found.append(f"llama.cpp divides attention scores by the root of {theirs:g}, this model by that of {scalar:g}")
+    return found
 
 
 def rope_tensors(settings: Settings, family: GgufFamily) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from typing import Any
 from quantkit.corpus import bos_prefix
 from quantkit.errors import PlanError, SourceError
 from quantkit.families import GgufFamily
+from quantkit.foreign import foreign, mapping, parse_json
 from quantkit.formats import _sentencepiece as sp
 from quantkit.formats._gguf import Header, add_key
 from quantkit.formats.gguf_tokenizer import BYTE_LEVEL, SINGLE_DIGITS, SPLITS
@@ -54,12 +55,18 @@ def _load(folder: Path, tokenizer: Any, size: int, pre: str) -> Vocabulary:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise SourceError(f"{folder} has neither a tokenizer.model nor a tokenizer.json.")
-    described = json.loads(backend.to_str())
+    with foreign(f"{folder}: its tokenizer cannot be described"):
+        described = json.loads(backend.to_str())
     if described["model"].get("type") != "BPE":
         raise PlanError(f"{folder}: a {described['model'].get('type')} tokenizer cannot be written to GGUF; BPE and SentencePiece can.")
     if described["model"].get("byte_fallback"):
         return _from_fallback(tokenizer, described, size)
-    return _from_bytes(tokenizer, described, size, pre or find_pre_tokenizer(described))
+    own = _read(folder / "tokenizer.json")
+    names = {str(entry.get("content")) for entry in own.get("added_tokens") or [] if isinstance(entry, dict)}
+    names |= set(mapping(mapping(own.get("model"), "tokenizer.json: model").get("vocab"), "tokenizer.json: vocab"))
+    for i, entry in mapping(_read(folder / "tokenizer_config.json").get("added_tokens_decoder"), "added_tokens_decoder").items():
+        names.add(str(entry.get("content", i)) if isinstance(entry, dict) else str(entry))
+    return _from_bytes(tokenizer, described, size, pre or find_pre_tokenizer(described), names)
 
 
 def _from_pieces(folder: Path, size: int) -> Vocabulary:
@@ -70,9 +77,10 @@ def _from_pieces(folder: Path, size: int) -> Vocabulary:
     added = _read(folder / "added_tokens.json")
     for text, i in added.items():
         _set_added(vocabulary, int(i), text, sp.USER_DEFINED)
-    for i, entry in (_read(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}).items():
+    where = folder / "tokenizer_config.json"
+    for number, entry in mapping(_read(where).get("added_tokens_decoder"), f"{where}: added_tokens_decoder").items():
         special = entry.get("special") or _looks_special(entry["content"])
-        _set_added(vocabulary, int(i), entry["content"], sp.CONTROL if special else sp.USER_DEFINED)
+        _set_added(vocabulary, int(number), entry["content"], sp.CONTROL if special else sp.USER_DEFINED)
     for entry in _read(folder / "tokenizer.json").get("added_tokens") or []:  # where transformers 5 keeps the added ones
         i, text = int(entry["id"]), entry["content"]
         if i >= size or vocabulary.tokens[i] not in (text.encode(), text.replace("▁", " ").encode()):
@@ -89,7 +97,7 @@ def _padded(size: int) -> Vocabulary:
 
 
 def _set_added(vocabulary: Vocabulary, i: int, text: str, kind: int) -> None:
-    if i >= len(vocabulary.tokens):
+    if not 0 <= i < len(vocabulary.tokens):
         vocabulary.notices.append(f"the added token {text!r} has the id {i}, beyond the model's rows: left out")
         return
     if kind == sp.USER_DEFINED:
@@ -120,15 +128,25 @@ def _from_fallback(tokenizer: Any, described: dict[str, Any], size: int) -> Voca
     return vocabulary
 
 
-def _from_bytes(tokenizer: Any, described: dict[str, Any], size: int, pre: str) -> Vocabulary:
+def _from_bytes(tokenizer: Any, described: dict[str, Any], size: int, pre: str, names: set[str]) -> Vocabulary:
+    """Byte-level BPE; names: the tokens that the checkpoint's own files have."""
     if not described["model"].get("merges"):
         raise SourceError("tokenizer.json has no merges, without which llama.cpp loads nothing: they were lost when it was saved.")
     by_id = {i: token for token, i in tokenizer.get_vocab().items()}
+    model = described["model"]
+    spaced = [merge for merge in model["merges"] if not isinstance(merge, str) and any(" " in part for part in merge)]
+    if spaced:
+        raise PlanError(f"GGUF writes a merge as two pieces with a space between; {spaced[0]} has one inside a piece, so it cannot go in.")
+    invented = [i for i in by_id if i >= size and i in tokenizer.added_tokens_decoder and by_id[i] not in names]
+    vocabulary = Vocabulary("gpt2", pre)
+    if invented:
+        vocabulary.notices.append(f"transformers adds tokens that the checkpoint has no rows for, left out: {[by_id[i] for i in invented]}")
+        by_id = {i: token for i, token in by_id.items() if i not in invented}
     if by_id and max(by_id) >= size:
         raise SourceError(
             f"The tokenizer has the id {max(by_id)}, but the model only {size} rows. Resize the embedding, or use the right tokenizer."
         )
-    vocabulary, added = Vocabulary("gpt2", pre), tokenizer.added_tokens_decoder
+    added = tokenizer.added_tokens_decoder
     for i in range(size):
         token, kind = by_id.get(i, f"[PAD{i}]"), sp.NORMAL if i in by_id else sp.UNUSED
         if i in added and i in by_id:
@@ -175,10 +193,7 @@ def _steps(described: dict[str, Any] | None) -> list[dict[str, Any]]:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SourceError(f"{path} is not readable JSON ({error}).") from None
+    value = parse_json(path.read_bytes(), path)
     return value if isinstance(value, dict) else {}
 
 
@@ -198,7 +213,7 @@ def add_vocabulary(writer: Any, vocabulary: Vocabulary, folder: Path, family: Gg
     notices += _add_ends(special, folder, len(vocabulary.tokens))
     special.add_special_token.setdefault("bos", vocabulary.adds_bos)  # llama.cpp's default hangs on the pre-tokenizer
     special.add_to_gguf(writer, quiet=True)
-    _add_templates(writer, _chat_template(folder, notices))
+    _add_templates(writer, chat_template(folder, notices))
     prefix = _read(folder / "tokenizer_config.json").get("add_prefix_space")
     if family.no_prefix_space and vocabulary.model == "llama":
         writer.add_add_space_prefix(False)
@@ -214,8 +229,11 @@ def _add_ends(special: Any, folder: Path, size: int) -> list[str]:
         given = _read(folder / name).get("eos_token_id")
         ids += given if isinstance(given, list) else [given]
     known = special.special_token_ids
-    wanted = [i for i in dict.fromkeys(ids) if isinstance(i, int) and 0 <= i < size]
-    notices = [f"eos_token_id {i} is no token: ignored" for i in dict.fromkeys(ids) if isinstance(i, int) and not 0 <= i < size]
+    for kind in [kind for kind, i in known.items() if type(i) is not int or not 0 <= i < size]:
+        ids.append(known.pop(kind))
+    numbers = list(dict.fromkeys(i for i in ids if type(i) is int))
+    wanted = [i for i in numbers if 0 <= i < size]
+    notices = [f"eos_token_id {i} is no token: ignored" for i in numbers if not 0 <= i < size]
     if wanted and "eos" not in known:
         known["eos"] = int(wanted[0])
     rest = [i for i in wanted if i not in known.values()]
@@ -229,7 +247,8 @@ def _add_ends(special: Any, folder: Path, size: int) -> list[str]:
 
 def _add_templates(writer: Any, template: Any) -> None:
     """Add a chat template, or several: the one named default, and the others under their names."""
-    named = {"default": template} if isinstance(template, str) else {t["name"]: t["template"] for t in template or []}
+    with foreign("The chat templates of tokenizer_config.json are no list of names and templates"):
+        named = {"default": template} if isinstance(template, str) else {str(t["name"]): str(t["template"]) for t in template or []}
     others = sorted(name for name in named if name != "default")
     for name in others:
         writer.add_string(f"tokenizer.chat_template.{re.sub(r'[^A-Za-z0-9]', '_', name)}", named[name])
@@ -239,7 +258,7 @@ def _add_templates(writer: Any, template: Any) -> None:
         writer.add_string("tokenizer.chat_template", named["default"])
 
 
-def _chat_template(folder: Path, notices: list[str]) -> Any:
+def chat_template(folder: Path, notices: list[str]) -> Any:
     """Return the chat template, or a list of named ones; the .jinja file wins over tokenizer_config.json, as in transformers."""
     inside = _read(folder / "tokenizer_config.json").get("chat_template")
     path = folder / "chat_template.jinja"
@@ -248,7 +267,8 @@ def _chat_template(folder: Path, notices: list[str]) -> Any:
         if inside is None and older is None:
             notices.append("the checkpoint has no chat template")
         return inside if inside is not None else older
-    template = path.read_bytes().decode("utf-8")
+    with foreign(f"{path} is no text"):
+        template = path.read_bytes().decode("utf-8")
     if inside is not None and inside != template:
         notices.append("chat_template.jinja and tokenizer_config.json differ: the .jinja file is used")
     named = sorted((folder / "additional_chat_templates").glob("*.jinja"))
