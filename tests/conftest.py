@@ -129,6 +129,13 @@ def make_multimodal(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _verify_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify what a test writes in this process, which has the libraries loaded; tests marked `fresh` do as users do."""
+    if "fresh" not in request.keywords:
+        monkeypatch.setattr("quantkit.verify.isolated", lambda work, *given: work(*given))
+
+
 TEXT = "".join(f"Line {i}: the {'quick brown fox' if i % 3 else 'lazy dog'} saw {i * i} of {i * 7 % 13} things.\n" for i in range(400))
 
 
