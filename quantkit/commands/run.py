@@ -1,0 +1,121 @@
+"""`quantkit run` and `quantkit recipes`: every output of a recipe from one source, verified, then held to its gates."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit import memory, perplexity, recipe
+from quantkit.commands import export, quantize
+from quantkit.commands._gates import Gates, judge
+from quantkit.commands._options import ExportOptions, RecipeOptions, RunOptions
+from quantkit.commands.evaluate import compare
+from quantkit.errors import GateMissed, PlanError
+from quantkit.loader import Loader, pick_device
+from quantkit.methods import OPTIONS
+from quantkit.perplexity import Base
+from quantkit.recipe import Output, Recipe
+from quantkit.report import Eye, print_json
+from quantkit.source import Source, resolve
+
+WINDOW = 512
+WINDOWS = 8
+HANDED_ON = ("offline", "revision", "trust_remote_code", "force", "restart", "dry_run", "quiet", "threads", "device", "allow_requantize")
+
+
+@dataclass(frozen=True)
+class Made:
+    """One output as it came out: where it is, and its command's document."""
+
+    output: Output
+    path: Path
+    document: dict[str, Any]
+
+
+def run(name: str, model: str, asked: RecipeOptions) -> None:
+    """Make every output of a recipe, in its order, and measure them against the source where it has gates."""
+    began = time.perf_counter()
+    found = recipe.load(recipe.find(name))
+    torch.set_num_threads(asked.threads or torch.get_num_threads())
+    source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
+    _require_model(found, source)
+    folder = Path(asked.output or ".")
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+    made = [_make(one, source, model, folder, asked, number, len(found.outputs)) for number, one in enumerate(found.outputs, 1)]
+    document: dict[str, Any] = {"command": "run", "recipe": found.path.name, "model": model, "outputs": [one.document for one in made]}
+    missed: list[str] = []
+    if found.gates and not asked.dry_run:
+        with Eye(asked.quiet) as eye:
+            document["measured"], missed = _measure(found, source, made, asked, eye)
+    document |= {"gates_missed": missed, "seconds": round(time.perf_counter() - began, 2), "peak_memory": memory.peak()}
+    if asked.json:
+        print_json(document)
+    if missed:
+        raise GateMissed("; ".join(missed))
+
+
+def _require_model(found: Recipe, source: Source) -> None:
+    """Refuse a model that the recipe is not for."""
+    kind, types = str(source.config().model_type), found.model.get("types")
+    if types and kind not in types:
+        raise PlanError(f"{found.path.name} is for {', '.join(types)}; {source.name} is {kind}. Change [model] if it fits all the same.")
+    most = found.model.get("max_parameters")
+    count = sum(math.prod(source.store.info(tensor).shape) for tensor in source.store.names())
+    if most and count > most:
+        raise PlanError(f"{found.path.name} is for at most {most:.3g} parameters; {source.name} has {count:.3g}.")
+
+
+def _make(one: Output, source: Source, model: str, folder: Path, asked: RecipeOptions, number: int, count: int) -> Made:
+    path = folder / one.name.replace("{model}", source.name)
+    with Eye(asked.quiet) as eye:
+        eye.phase(f"output {number} of {count}: {one.command} -> {path}")
+    more = {key: getattr(asked, key) for key in HANDED_ON} | {"output": str(path), "json": False}
+    more |= {"calibration": asked.calibration} if asked.calibration else {}
+    if one.command == "export-gguf":
+        document = export.export_gguf(model, recipe.build(ExportOptions, one.given, **more), source)
+    else:
+        module, _, attribute = OPTIONS[one.command].partition(":")
+        options = recipe.build(getattr(import_module(module), attribute), one.given)
+        document = quantize.run(one.command, model, options, recipe.build(RunOptions, one.given, **more), source)
+    memory.trim()
+    return Made(one, path, document)
+
+
+def _measure(found: Recipe, source: Source, made: list[Made], asked: RecipeOptions, eye: Eye) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what each output measures beside the source, and the lines of the gates that are missed."""
+    limits = Gates(**{key: value for key, value in found.gates.items() if key not in ("data", "windows")})
+    data, windows = str(found.gates.get("data", "bundled")), int(found.gates.get("windows", WINDOWS))
+    device = pick_device(asked.device)
+    loader = Loader(source, device)
+    text = perplexity.cut(source.tokenizer(), data, "windows", WINDOW, windows, offline=asked.offline)
+    eye.phase(f"measuring {source.name} on {data}")
+    base = Base(loader, perplexity.final_states(loader, text))
+    plain = perplexity.measure(loader, text, base.states)
+    results, missed = [], []
+    for one in made:
+        eye.phase(f"measuring {one.path.name}")
+        other = Loader(resolve(str(one.path), None, asked.offline, asked.trust_remote_code), device)
+        result = perplexity.measure(other, text, perplexity.final_states(other, text), base)
+        row = {"model": one.path.name, **result.document(), **compare(result.losses, plain.losses)}
+        row.pop("losses")
+        missed += judge(row, limits)
+        results.append(row)
+        eye.totals({one.path.name: f"perplexity {plain.perplexity:.4f} -> {row['perplexity']:.4f}, mean KL {row['kl_mean']:.5f}"})
+    return results, missed
+
+
+def recipes(asked: Any) -> None:
+    """List the recipes that ship."""
+    rows = [{"name": path.stem, "summary": summary} for path, summary in recipe.listed()]
+    if asked.json:
+        print_json({"command": "recipes", "recipes": rows})
+        return
+    for row in rows:
+        print(f"{row['name']:<22} {row['summary']}")
