@@ -7,7 +7,6 @@ same run gives the same bytes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import OutputError, ResumeError, SourceError
+from quantkit.errors import OutputError, ResumeError, SourceError, name_list
+from quantkit.foreign import foreign, read_json, readable
 from quantkit.formats import _safetensors as st
 from quantkit.formats import gguf_vocab
 from quantkit.formats._safetensors import TensorInfo
 from quantkit.formats.store import INDEX
 from quantkit.journal import Journal
 from quantkit.loader import Loader
+from quantkit.source import Source
 
-MANIFEST = "quantkit.json"
-MANIFEST_VERSION = 1
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 
@@ -39,11 +38,22 @@ class Piece:
     part: int = -1
 
 
-def prepare_output(output: Path, source_folder: Path, force: bool) -> Path:
+def require_apart(output: Path, source: Source) -> None:
+    """Refuse an output that is a file of the source, or a folder that holds one, by whatever link; --force changes nothing here."""
+    target = output.resolve()
+    own = [source.gguf_file] if source.gguf_file else [*source.store.files(), *(source.folder / name for name in source.side_files())]
+    for path in own:
+        real = path.resolve()
+        if target == real or target in real.parents or (output.is_file() and output.samefile(path)):
+            raise OutputError(f"{output} is the source itself, or holds it ({path.name}). Choose another --output.")
+
+
+def prepare_output(output: Path, source: Source, force: bool) -> Path:
     """Check the output path and return the path of its partial folder; an OutputError says what is in the way."""
     resolved = output.resolve()
-    if resolved == source_folder.resolve() or resolved in source_folder.resolve().parents:
+    if source.gguf_file is None and (resolved == source.folder.resolve() or resolved in source.folder.resolve().parents):
         raise OutputError(f"{output} is the source itself, or holds it. Choose another --output.")
+    require_apart(output, source)
     if output.exists() and not force:
         raise OutputError(f"{output} exists already. Choose another --output, or replace it with --force.")
     if not resolved.parent.is_dir():
@@ -143,7 +153,7 @@ def _write_shard(path: Path, shard: list[Piece]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file as Hugging Face tools do: indented, UTF-8, a newline at the end."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", errors="surrogateescape")
 
 
 def write_side_files(loader: Loader, partial: Path, quantization: dict[str, Any] | None, dtype: str) -> tuple[list[str], list[str]]:
@@ -167,42 +177,33 @@ def write_side_files(loader: Loader, partial: Path, quantization: dict[str, Any]
     if source.gguf_file is not None:
         from transformers import GenerationConfig
 
-        GenerationConfig.from_model_config(source.config()).save_pretrained(str(partial))
+        with foreign(f"{source.gguf_file}: its generation settings cannot be written"):
+            GenerationConfig.from_model_config(source.config()).save_pretrained(str(partial))
         source.tokenizer().save_pretrained(str(partial))
         gguf_vocab.save_extras(source.store.header, partial)  # type: ignore[attr-defined]
-    elif (source.folder / "README.md").exists():
+    elif (source.folder / "README.md").is_file():
         shutil.copyfile(source.folder / "README.md", partial / "README.source.md")
         carried.append("README.source.md")
     write_json(partial / "config.json", config)
-    notices += _fix_generation_config(partial / "generation_config.json")
+    if source.left_out:
+        notices.append(f"not carried over: {name_list(source.left_out)}")
     return carried, notices
 
 
-def _fix_generation_config(path: Path) -> list[str]:
-    """Make a generation_config valid: sampling settings beside do_sample false stop transformers from saving it."""
-    if not path.exists():
-        return []
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        return [f"generation_config.json is not JSON ({error}); carried over as it is"]
-    given = [key for key in SAMPLING if settings.get(key) not in (None, 1.0) and not (key == "top_k" and settings[key] == 50)]
-    if not isinstance(settings, dict) or settings.get("do_sample") or not given:
-        return []
-    settings["do_sample"] = True
-    write_json(path, settings)
-    return [f"generation_config.json set {', '.join(given)} without do_sample, which transformers refuses: do_sample is now true"]
-
-
-def file_digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file of the output, by its relative path; the journal and the manifest excepted."""
-    digests = {}
-    for path in sorted(folder.rglob("*")):
-        relative = str(path.relative_to(folder))
-        if path.is_file() and not relative.startswith("journal/") and relative != MANIFEST:
-            with path.open("rb") as file:
-                digests[relative] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests
+def check_side_files(source: Source) -> list[str]:
+    """Look at what will be carried over before any work: settings that libraries refuse, templates that are lost; return notices."""
+    notices: list[str] = []
+    if source.gguf_file is not None:
+        return notices
+    path = source.folder / "generation_config.json"
+    if path.is_file():
+        settings = read_json(path)
+        given = [key for key in SAMPLING if settings.get(key) not in (None, 1.0) and not (key == "top_k" and settings[key] == 50)]
+        if given and not settings.get("do_sample"):
+            notices.append(f"generation_config.json sets {', '.join(given)} without do_sample: carried over as it is, "
+                           "but transformers refuses to save such settings")  # fmt: skip
+    gguf_vocab.chat_template(source.folder, notices)
+    return notices
 
 
 def publish(partial: Path, output: Path) -> None:
@@ -221,6 +222,7 @@ def publish(partial: Path, output: Path) -> None:
 
 def model_card(source_name: str, command: str, summary: str, table: str, source_readme: Path | None) -> str:
     """Return the README of an artifact; the source's licence and language entries are kept in its front matter."""
+    source_name, command = readable(source_name), readable(command)
     matter = ["base_model: " + source_name, "tags: [quantkit, quantized]"]
     if source_readme is not None:
         text = source_readme.read_text(encoding="utf-8", errors="replace")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import signal
 import sys
 import types
 import typing
@@ -28,8 +29,12 @@ from quantkit.commands._options import (
     GenerateOptions,
     ImatrixOptions,
     InspectOptions,
+    ListOptions,
+    RecipeOptions,
+    ReproduceOptions,
     RunOptions,
     ToHfOptions,
+    VerifyOptions,
 )
 from quantkit.errors import Interrupted, QuantkitError, UsageError
 from quantkit.methods import METHODS, OPTIONS
@@ -65,6 +70,7 @@ def flags(*classes: type) -> Callable[[Callable[..., None]], Callable[..., None]
             try:
                 command(**given, **made)
             except KeyboardInterrupt:  # here, because typer would turn it into an exit of its own
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one changes nothing: it is ending
                 raise Interrupted("interrupted; the same command resumes where it stopped") from None
 
         wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
@@ -125,6 +131,28 @@ for _row in METHODS:
     _add_method(_row.name, _row.summary[0].upper() + _row.summary[1:])
 
 
+@app.command("run")
+@flags(RecipeOptions)
+def run_recipe(
+    recipe: Annotated[str, typer.Argument(help="A .toml file, or a recipe that ships (quantkit recipes).", show_default=False)],
+    model: Model,
+    asked: RecipeOptions,
+) -> None:
+    """Make every output of a recipe from one source, verified and held to its gates."""
+    from quantkit.commands import run
+
+    run.run(recipe, model, asked)
+
+
+@app.command("recipes")
+@flags(ListOptions)
+def list_recipes(asked: ListOptions) -> None:
+    """List the recipes that ship."""
+    from quantkit.commands import run
+
+    run.recipes(asked)
+
+
 @app.command("to-hf")
 @flags(ToHfOptions)
 def to_hf(model: Model, output: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)], asked: ToHfOptions) -> None:
@@ -169,6 +197,30 @@ def eval_ppl(models: Models, asked: EvalOptions) -> None:
     from quantkit.commands import evaluate
 
     evaluate.eval_ppl(models, asked)
+
+
+@app.command("verify")
+@flags(VerifyOptions)
+def verify(
+    artifact: Annotated[str, typer.Argument(help="Folder or .gguf file.", show_default=False)],
+    asked: VerifyOptions,
+) -> None:
+    """Prove an artifact: files, tensors, codes, scales, configuration, tokenizer, a short run; quality gates on request."""
+    from quantkit.commands import verify as module
+
+    module.run(artifact, asked)
+
+
+@app.command("reproduce")
+@flags(ReproduceOptions)
+def reproduce(
+    manifest: Annotated[str, typer.Argument(help="A quantkit.json, or an artifact that has one.", show_default=False)],
+    asked: ReproduceOptions,
+) -> None:
+    """Make an artifact again from its manifest and compare the bytes."""
+    from quantkit.commands import reproduce as module
+
+    module.reproduce(manifest, asked)
 
 
 @app.command("inspect")
@@ -220,6 +272,9 @@ def version() -> None:
 def main() -> None:
     """Run the command line; errors of ours are one line and their exit code, an interrupt is 130."""
     _quiet_libraries()
+    for stream in (sys.stdout, sys.stderr):  # a text of a model, or a path, on a console that cannot show it
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     memory.return_large_blocks()
     if sys.argv[1:] in ([], ["-h"], ["--help"]):
         group = typer.main.get_command(app)
@@ -230,9 +285,17 @@ def main() -> None:
     except QuantkitError as error:
         _fail(str(error), error.exit_code)
     except OSError as error:
-        if error.errno not in (28, 122):  # no space, quota
+        if error.errno in (28, 122):  # no space, quota
+            _fail("the disk is full; make room and run the same command again to resume", 1)
+        if error.filename is None and error.errno is None:
             raise
-        _fail("the disk is full; make room and run the same command again to resume", 1)
+        _fail(f"{error.filename or 'a file'}: {error.strerror or error}", 1)
+    except MemoryError:
+        _fail("out of memory; lower --samples, --seq-len or --batch, or set --max-memory", 1)
+    except RuntimeError as error:
+        if "out of memory" not in str(error).lower():
+            raise
+        _fail(f"the device is out of memory ({str(error).splitlines()[0]}); lower --batch or --samples, or use --device cpu", 1)
     except (typer.Exit, SystemExit):
         raise
     except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,16 @@ from torch import Tensor
 from quantkit.backends import Backend
 from quantkit.codecs import CODECS, GGML_TYPES, rounded
 from quantkit.codecs.affine import Affine
-from quantkit.errors import PlanError, SourceError, StrictError, VerifyError, name_list
+from quantkit.errors import PlanError, SourceError, StrictError, name_list
 from quantkit.families import GgufFamily, gguf_family
+from quantkit.foreign import foreign, read_json
 from quantkit.formats import gguf, gguf_keys, gguf_vocab, gguf_write
-from quantkit.formats._gguf import add_key, read_header
+from quantkit.formats._gguf import add_key
 from quantkit.formats._packed import PackedStore
+from quantkit.formats._safetensors import TensorInfo, require_finite
 from quantkit.formats.gguf_tensors import GgufTensor, map_tensors, slices
 from quantkit.formats.store import TensorStore
 from quantkit.importance import Importance, match
-from quantkit.loader import require_finite
 from quantkit.mixture import Choice, Facts, Policy, Wishes, choose
 from quantkit.source import Source
 
@@ -80,7 +81,7 @@ def make_plan(source: Source, policy: Policy, wishes: Wishes, pre: str, importan
     if settings.rope["rope_type"] == "dynamic":
         source.notices.append("llama.cpp has no dynamic rotary scaling: texts longer than the original context will suffer")
     mapping = map_tensors(source.store, settings, family, gguf_keys.rope_tensors(settings, family))
-    notices = list(source.notices)
+    notices = [*source.notices, *gguf_keys.differences(settings, family)]
     if mapping.unknown:
         text = f"{family.arch} has no place for {len(mapping.unknown)} tensors, left out: {name_list(mapping.unknown)}"
         if strict:
@@ -169,13 +170,30 @@ def _add_general(writer: Any, source: Source) -> None:
     import gguf as package
 
     total, shared, experts, count = writer.get_total_parameter_count()
-    metadata = package.Metadata.load(None, source.folder, None, total)
+    try:
+        with foreign("README.md's front matter is not used"):
+            metadata = package.Metadata.load(None, source.folder, None, total)
+            for field in fields(metadata):
+                if not _is_plain(getattr(metadata, field.name)):
+                    setattr(metadata, field.name, None)
+    except SourceError as error:
+        source.notices.append(str(error))
+        metadata = package.Metadata()
     metadata.name = metadata.name or source.name
-    penalty = package.Metadata.load_generation_config(source.folder).get("repetition_penalty")
+    path = source.folder / "generation_config.json"
+    penalty = read_json(path).get("repetition_penalty") if path.is_file() else None
+    penalty = penalty if isinstance(penalty, (int, float)) else None
     metadata.sampling_penalty_repeat = metadata.sampling_penalty_repeat or penalty  # older packages look under another name
     if metadata.size_label is None and total > 0:
         metadata.size_label = package.size_label(total, shared, experts, count)
     metadata.set_gguf_meta_model(writer)
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a piece of metadata is text, a number, or a list of texts or of tables of text: what GGUF has keys for."""
+    if isinstance(value, list):
+        return all(isinstance(item, str) or (isinstance(item, dict) and all(isinstance(v, str) for v in item.values())) for item in value)
+    return value is None or isinstance(value, (str, int, float))
 
 
 def _copy_general(writer: Any, store: gguf.GgufStore) -> None:
@@ -185,17 +203,24 @@ def _copy_general(writer: Any, store: gguf.GgufStore) -> None:
             add_key(writer, name, key)
 
 
-def write(plan: ExportPlan, writer: Any, output: Path, backend: Backend, threads: int, done: Callable[[str], None]) -> list[Path]:
-    """Write the files and return their paths, verified; writer: `make_writer`'s; backend: of one thread, the pool has `threads`."""
+def write(plan: ExportPlan, writer: Any, output: Path, backend: Backend, threads: int, done: Callable[[str], None],
+          prove: Callable[[list[Path]], None]) -> list[Path]:  # fmt: skip
+    """Write the files and return their paths; writer: `make_writer`'s; backend: of one thread, the pool has `threads`.
+
+    prove: see `gguf_write.write_files`.
+    """
     choices = {choice.name: choice for choice in plan.choices}
     with ThreadPoolExecutor(threads) as pool:
 
         def data(name: str) -> Iterator[Any]:
             yield from encode(plan, choices[name], backend, pool)
 
-        paths = gguf_write.write_files(writer, output, data, done)
-    _verify(paths, plan)
-    return paths
+        return gguf_write.write_files(writer, output, data, done, prove)
+
+
+def planned(plan: ExportPlan) -> dict[str, TensorInfo]:
+    """Return type and shape of every tensor of the file."""
+    return {choice.name: TensorInfo(choice.type, choice.shape) for choice in plan.choices}
 
 
 def encode(plan: ExportPlan, choice: Choice, backend: Backend, pool: ThreadPoolExecutor) -> Iterator[Any]:
@@ -279,13 +304,3 @@ def _require_held(piece: Tensor, encoded: Tensor, at: int, choice: Choice, tenso
             f"'{source}' has {count} values that {choice.type} cannot hold, the first at ({start + at + row}, {column}). "
             f"Keep it wider: --tensor-type '{choice.name}=BF16'."
         )
-
-
-def _verify(paths: list[Path], plan: ExportPlan) -> None:
-    """Reopen the files and compare names, shapes and types with the plan."""
-    held = [entry for path in paths for entry in read_header(path).tensors.values()]
-    have = [(entry.name, entry.shape, entry.type_id) for entry in held]
-    want = [(choice.name, choice.shape, TYPE_IDS[choice.type]) for choice in plan.choices]
-    if have != want:
-        wrong = [name for name, *_ in set(want) ^ set(have)]
-        raise VerifyError(f"{paths[0]}: the file does not hold what was planned: {name_list(sorted(set(wrong)))}.")

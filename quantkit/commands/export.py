@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import time
 from collections import Counter
 from dataclasses import asdict, replace
@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 
-from quantkit import corpus, export, importance, memory
+from quantkit import artifact, corpus, export, importance, manifest, memory
 from quantkit.backends import Backend
 from quantkit.calibrate import record
 from quantkit.codecs import CODECS, GGML_TYPES
 from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import DataOptions, ExportOptions, ImatrixOptions
+from quantkit.commands._proof import finish, origin, versions
 from quantkit.energy import watch_blocks
 from quantkit.errors import PlanError, StrictError, UsageError, name_list
 from quantkit.export import ExportPlan
-from quantkit.formats import gguf, gguf_write
+from quantkit.foreign import read_json
+from quantkit.formats import gguf_write
 from quantkit.importance import Entry, Importance
 from quantkit.loader import Loader, pick_device
 from quantkit.mixture import Wishes, load_policy, parse_tensor_types
@@ -30,19 +32,20 @@ from quantkit.source import Source, resolve
 FALLBACKS_SHOWN = 8
 
 
-def export_gguf(model: str, asked: ExportOptions) -> None:
-    """Write `model` as a GGUF file."""
+def export_gguf(model: str, asked: ExportOptions, source: Source | None = None) -> dict[str, Any]:
+    """Write `model` as a GGUF file and return the JSON document. source: the model, if it is open already."""
     began = time.perf_counter()
     torch.set_num_threads(asked.threads or torch.get_num_threads())
     policy, wishes = load_policy(asked.type), _wishes(asked)
-    source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
+    source = source or resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
     output = Path(asked.output or f"{source.name}-{policy.name}.gguf")
+    artifact.require_apart(output, source)
     gguf_write.check_output(output, source.gguf_file, asked.force)
     refusal = PlanError(
-        f"{model} is already quantized ({_packed(source)}). Start from the original, or insist with --allow-requantize; "
+        f"{model} is already quantized ({source.scheme}). Start from the original, or insist with --allow-requantize; "
         "--type F16 or BF16 decodes it; symmetric groups of 32 with 4 or 8 bits go into Q4_0 or Q8_0 as they are."
     )
-    again = bool(_packed(source)) and not policy.is_float and not asked.allow_requantize
+    again = bool(source.scheme) and not policy.is_float and not asked.allow_requantize
     if again and policy.name not in export.EXACT:
         raise refusal
     with Eye(asked.quiet) as eye:
@@ -58,12 +61,14 @@ def export_gguf(model: str, asked: ExportOptions) -> None:
         document: dict[str, Any] = {"command": "export-gguf", "model": model, "type": policy.name, "output": str(output)}
         document |= _plan_document(plan, total)
         if not asked.dry_run:
+            source.require_finite()
             document |= _write(plan, writer, output, asked, eye)
             document["seconds"] = round(time.perf_counter() - began, 2)
             document["peak_memory"] = memory.peak()
             eye.totals({"time": f"{document['seconds']:.1f} s, peak memory {mib(document['peak_memory'])}", "output": str(output)})
     if asked.json:
         print_json(document)
+    return document
 
 
 def _wishes(asked: ExportOptions) -> Wishes:
@@ -72,14 +77,6 @@ def _wishes(asked: ExportOptions) -> Wishes:
         if kind and kind not in GGML_TYPES:
             raise UsageError(f"{flag} '{kind}' cannot be. Known: {', '.join(GGML_TYPES)}.")
     return Wishes(parse_tensor_types(asked.tensor_type), kinds["--output-type"], kinds["--embedding-type"], asked.pure, bool(asked.imatrix))
-
-
-def _packed(source: Source) -> str:
-    """Say how a source is quantized; empty for plain weights."""
-    if not isinstance(source.store, gguf.GgufStore):
-        return source.quantized
-    kinds = {gguf.CODEC_OF.get(entry.type_id, "another type") for entry in source.store.header.tensors.values()}
-    return "GGUF " + ", ".join(sorted(kinds - {"F32", "F16", "BF16"})) if kinds - {"F32", "F16", "BF16"} else ""
 
 
 def _matrix(source: Source, asked: ExportOptions, eye: Eye) -> Importance | None:
@@ -98,44 +95,66 @@ def _write(plan: ExportPlan, writer: Any, output: Path, asked: ExportOptions, ey
         done.append(name)
         eye.count(len(done), len(plan.choices))
 
+    proven: dict[str, Any] = {}
+    source, matrix = plan.source, plan.importance
+    body: dict[str, Any] = {
+        "command": manifest.command_line(source.name, "export-gguf", asked),
+        "run": manifest.request("export-gguf", source.asked, asked, threads=threads),
+        "source": origin(source),
+        "importance": None if matrix is None else {"chunks": matrix.chunks, "chunk": matrix.chunk, "data": matrix.datasets},
+        "versions": versions(),
+        "modules": [],
+    }
+
+    def prove(written: list[Path]) -> None:
+        torch.set_num_threads(threads)
+        # A SentencePiece vocabulary takes half a minute to rebuild from a GGUF file.
+        header = getattr(source.store, "header", None)
+        kind = plan.vocabulary.model if plan.vocabulary else header.get("tokenizer.ggml.model") if header else ""
+        proven.update(finish(written[0], export.planned(plan), body, source, eye, tokens=kind == "gpt2"))
+
     try:
-        paths = export.write(plan, writer, output, backend, threads, step)
+        paths = export.write(plan, writer, output, backend, threads, step, prove)
     finally:
         torch.set_num_threads(threads)
     if asked.modelfile:
         path = output.resolve().with_name("Modelfile")
         path.write_text(modelfile(plan, paths[0].name), encoding="utf-8")
         paths.append(path)
-    eye.totals({"verified": f"{len(plan.choices)} tensors have the planned names, shapes and types"})
-    return {"files": [str(path) for path in paths], "kernels": backend.reasons}
+    return {"files": [str(path) for path in paths], "kernels": backend.reasons, **proven}
 
 
 def modelfile(plan: ExportPlan, name: str) -> str:
     """Return a Modelfile for Ollama: the file, and the sampling settings of generation_config.json."""
     lines, path = [f"FROM ./{name}"], plan.source.folder / "generation_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and not plan.source.gguf_file else {}
+    settings = read_json(path) if path.is_file() and not plan.source.gguf_file else {}
     names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repeat_penalty"}
     lines += [f"PARAMETER {theirs} {settings[ours]}" for ours, theirs in names.items() if settings.get(ours) is not None]
     return "\n".join(lines) + "\n"
 
 
 def _print_plan(eye: Eye, plan: ExportPlan, total: int) -> None:
-    kinds: Counter[tuple[str, str]] = Counter()
+    held: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for choice in plan.choices:
-        kinds[choice.type, choice.wanted] += 1
+        held[choice.type, choice.wanted] += 1
         sizes[choice.type, choice.wanted] += choice.nbytes
     bits = 8 * plan.data_bytes / plan.parameters
     eye.totals({"file": f"{plan.source.name} as {plan.policy.name}: {mib(total)} exactly ({total} bytes), {bits:.3f} bits per weight"})
-    for (kind, wanted), count in sorted(kinds.items(), key=lambda item: -sizes[item[0]]):
+    for (kind, wanted), count in sorted(held.items(), key=lambda item: -sizes[item[0]]):
         eye.totals({f"  {count} x {kind}": mib(sizes[kind, wanted]) + (f", where {wanted} does not fit" if wanted else "")})
     if plan.fallbacks:
         extra = sum(choice.nbytes - _ideal(choice) for choice in plan.fallbacks)
-        first = [f"{c.name} ({c.shape[-1]} columns)" for c in plan.fallbacks]
-        eye.notice(
-            f"{len(plan.fallbacks)} tensors took another type because blocks of 256 do not divide their rows, "
-            f"{'+' if extra >= 0 else '-'}{mib(abs(extra))}: {name_list(first, FALLBACKS_SHOWN)}"
-        )
+        share = sum(math.prod(choice.shape) for choice in plan.fallbacks) / plan.parameters
+        kinds: dict[tuple[str, str, int], list[str]] = {}
+        for c in plan.fallbacks:
+            kinds.setdefault((c.wanted, c.type, c.shape[-1]), []).append(c.name)
+        eye.notice(f"{len(plan.fallbacks)} tensors ({share:.0%} of the parameters) took another type because blocks do not divide their "
+                   f"rows, {'+' if extra >= 0 else '-'}{mib(abs(extra))}:")  # fmt: skip
+        for (wanted, kind, columns), names in kinds.items():
+            eye.totals(
+                {f"  {kind} for {wanted}": f"{columns} columns, blocks of {CODECS[wanted].block}: {name_list(names, FALLBACKS_SHOWN)}"}
+            )
 
 
 def _ideal(choice: Any) -> float:
@@ -154,6 +173,7 @@ def imatrix(model: str, asked: ImatrixOptions) -> None:
     torch.set_num_threads(asked.threads or torch.get_num_threads())
     source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
     output = Path(asked.output or f"{source.name}-imatrix.gguf")
+    artifact.require_apart(output, source)
     gguf_write.check_output(output, None, asked.force)
     others = [importance.load(Path(path)) for path in asked.merge]
     with Eye(asked.quiet) as eye:

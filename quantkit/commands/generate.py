@@ -14,7 +14,9 @@ import torch
 
 from quantkit import memory
 from quantkit.commands._options import BenchOptions, GenerateOptions, InferOptions
+from quantkit.corpus import render_chat
 from quantkit.errors import SourceError, UsageError
+from quantkit.foreign import foreign, readable
 from quantkit.infer.cache import PagedCache
 from quantkit.infer.decode import Engine, Pieces, Request, read_prompts, text_of
 from quantkit.infer.model import Runner
@@ -79,7 +81,7 @@ def _document(tokenizer: Any, request: Request) -> dict[str, Any]:
 
 
 def _prompts(asked: GenerateOptions, tokenizer: Any) -> list[list[int]]:
-    items: list[dict[str, Any]] = [{"prompt": asked.prompt}]
+    items: list[dict[str, Any]] = [{"prompt": readable(asked.prompt)}]
     if asked.prompts:
         try:
             with Path(asked.prompts).open(encoding="utf-8") as file:
@@ -91,8 +93,12 @@ def _prompts(asked: GenerateOptions, tokenizer: Any) -> list[list[int]]:
         messages = item.get("messages") or ([{"role": "user", "content": item["prompt"]}] if asked.chat else None)
         if messages and not tokenizer.chat_template:
             raise SourceError("The model has no chat template: leave --chat and messages out.")
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"] if messages else (
-            tokenizer(item["prompt"])["input_ids"])  # fmt: skip
+        if messages:
+            text = render_chat(tokenizer, messages, add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            with foreign("The tokenizer cannot read a prompt"):
+                ids = tokenizer(item["prompt"])["input_ids"]
         if not ids:
             raise UsageError("A prompt has no tokens. Give a text to continue.")
         found.append(list(ids))

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numba
-import numpy
 import psutil
 import torch
-import transformers
 
-from quantkit import __version__, artifact, corpus, memory, perplexity
+from quantkit import __version__, artifact, corpus, manifest, memory, perplexity
 from quantkit.backends import Backend
 from quantkit.calibrate import SCHEDULES, record
 from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import RunOptions
+from quantkit.commands._proof import finish, origin, versions
 from quantkit.errors import PlanError, StrictError, UsageError, name_list
 from quantkit.formats import FORMATS
 from quantkit.journal import Journal
@@ -28,8 +25,7 @@ from quantkit.methods import METHODS
 from quantkit.pipeline import Passes, outputs_only, quantize_blocks, without_data
 from quantkit.plan import Plan, describe_codec, make_plan
 from quantkit.report import Eye, mib, print_json
-from quantkit.source import resolve
-from quantkit.verify import verify
+from quantkit.source import BUILT_IN, Source, resolve
 
 LIBRARIES = 480 << 20  # torch, transformers and numba, loaded
 EVAL_WINDOW = 512
@@ -57,24 +53,28 @@ class Job:
     eye: Eye
 
 
-def run(method: str, model: str, options: Any, asked: RunOptions) -> None:
-    """Do the whole run, print its report, and its JSON document if asked for."""
+def run(method: str, model: str, options: Any, asked: RunOptions, source: Source | None = None) -> dict[str, Any]:
+    """Do the whole run, print its report, and its JSON document if asked for; return that. source: the model, if it is open already."""
     began = time.perf_counter()
     torch.set_num_threads(asked.threads or torch.get_num_threads())
     form = pick_format(method, options, asked.format)
-    source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
+    source = source or resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
     output = Path(asked.output or f"{source.name}-{method}{_suffix(options, form)}")
-    if source.quantized and not asked.allow_requantize:
+    if (scheme := source.scheme) and not asked.allow_requantize and model not in BUILT_IN:
         raise PlanError(
-            f"{model} is already quantized ({source.quantized}). Start from the original, or turn it into a plain "
+            f"{model} is already quantized ({scheme}). Start from the original, or turn it into a plain "
             f"checkpoint first (quantkit to-hf {model} DIR), or insist with --allow-requantize."
         )
-    partial = artifact.prepare_output(output, source.folder, asked.force)
+    partial = artifact.prepare_output(output, source, asked.force)
+    if not asked.dry_run:
+        source.require_finite()
     dtype = asked.dtype if asked.dtype != "auto" else "bfloat16" if source.gguf_file else "auto"
     with Eye(asked.quiet) as eye:
-        for text in source.notices:
+        for text in [*source.notices, *artifact.check_side_files(source)]:
             eye.notice(text)
         loader = Loader(source, pick_device(asked.device))
+        if unused := loader.names.unused:
+            eye.notice(f"{len(unused)} tensors that the model has no place for are carried over as they are: {name_list(unused)}")
         plan = make_plan(loader, "scale" if form.name == "hf" else method, options, form, dtype, asked.strict)
         eye.plan(plan, source.name, form.name)
         document: dict[str, Any] = {"command": method, "model": model, "output": str(output), "plan": _plan_document(plan)}
@@ -86,6 +86,7 @@ def run(method: str, model: str, options: Any, asked: RunOptions) -> None:
             eye.totals({"time": f"{document['seconds']:.1f} s, peak memory {mib(document['peak_memory'])}", "output": str(output)})
     if asked.json:
         print_json(document)
+    return document
 
 
 def _suffix(options: Any, form: Any) -> str:
@@ -167,12 +168,15 @@ def _quantize(job: Job) -> dict[str, Any]:
     fallen = [note["module"] for note in notes if note["fallback"]]
     if fallen and asked.strict:
         raise StrictError(f"--strict: {len(fallen)} modules fell back to rounding: {name_list(fallen)}.")
+    remarks = _remarks(job, notes)
+    for text in remarks:
+        eye.notice(text)
     document = _finish(job, journal, notes, settings)
     if scales:
         eye.scales_table(scales)
     if notes:
         eye.modules_table(notes)
-    document |= {"resumed_from_block": resumed, "fallbacks": fallen, "notices": tokens.notices if tokens else []}
+    document |= {"resumed_from_block": resumed, "fallbacks": fallen, "notices": [*(tokens.notices if tokens else []), *remarks]}
     document |= {"schedule": schedule, "threads": settings["threads"], "modules": notes, "kernels": backend.reasons}
     document |= {"scales": scales} if scales else {}
     bits = f", {plan.bits_per_weight:.2f} bits per quantized weight" if plan.packed else ""
@@ -183,6 +187,30 @@ def _quantize(job: Job) -> dict[str, Any]:
         document |= {"perplexity_before": before, "perplexity_after": after}
         eye.totals({"perplexity": f"{before:.3f} -> {after:.3f} on {asked.eval}"})
     return document
+
+
+def _remarks(job: Job, notes: list[dict[str, Any]]) -> list[str]:
+    """Return what of a run a user should know although it went well: raised damping, fallbacks, too few tokens, dead columns."""
+    columns = {row.module: row.shape[1] for row in job.plan.packed}
+    asked = getattr(job.options, "damp", 0.0)
+    raised = {n["module"]: n["damp"] for n in notes if n["damp"] > asked}
+    fallen = [n["module"] for n in notes if n["fallback"]]
+    few = {n["module"]: n["tokens"] for n in notes if 0 < n["tokens"] < columns[n["module"]]}
+    dead = {n["module"]: n["dead"] for n in notes if n["dead"]}
+    remarks = []
+    if raised:
+        remarks.append(f"damping was raised from {asked:g} to {max(raised.values()):g} for {len(raised)} modules: {name_list(raised, 3)}")
+    if fallen:
+        remarks.append(f"{len(fallen)} modules fell back to plain rounding: {name_list(fallen)}")
+    if few:
+        remarks.append(
+            f"{len(few)} modules saw fewer tokens than they have input columns ({min(few.values())} at least); more --samples help"
+        )
+    if dead:
+        remarks.append(
+            f"{len(dead)} modules have input columns that were always zero, {max(dead.values())} at most: rounded like any other"
+        )
+    return remarks
 
 
 def choose_schedule(job: Job, tokens: corpus.Tokens, paired: int) -> tuple[str, int]:
@@ -216,7 +244,7 @@ def _settings(job: Job, tokens: corpus.Tokens | None, schedule: str, batch: int)
         "format": job.form.name,
         "dtype": job.dtype,
         "max_shard_size": asked.max_shard_size,
-        "source": {"name": source.name, "revision": source.revision, "sha256": source.fingerprint()},
+        "source": origin(source),
         "calibration": None
         if tokens is None
         else {
@@ -231,13 +259,7 @@ def _settings(job: Job, tokens: corpus.Tokens | None, schedule: str, batch: int)
         "device": str(job.loader.device),
         "threads": torch.get_num_threads(),
         "reference": asked.reference,
-        "versions": {
-            "quantkit": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "numpy": numpy.__version__,
-            "numba": numba.__version__,
-        },
+        "versions": versions(),
     }
 
 
@@ -261,43 +283,22 @@ def _finish(job: Job, journal: Journal, notes: list[dict[str, Any]], settings: d
         eye.notice(text)
     if form.side_config:
         artifact.write_json(partial / form.side_config, config)
-    command = canonical_command(settings, asked)
+    command = manifest.command_line(loader.source.name, job.method, job.options, asked)
     readme = loader.source.folder / "README.md"
     summary = f"{len(plan.packed)} linear layers, {plan.bits_per_weight:.2f} bits per weight, format {form.name}."
     if form.name == "hf":
         summary = f"Plain weights: {len(journal.folds())} scales folded into them, the function is the original's."
     card = artifact.model_card(loader.source.name, command, summary, _card_table(notes),
-                               readme if readme.exists() and not loader.source.gguf_file else None)  # fmt: skip
+                               readme if readme.is_file() and not loader.source.gguf_file else None)  # fmt: skip
     (partial / "README.md").write_text(card, encoding="utf-8")
-    artifact.write_json(partial / artifact.MANIFEST, {
-        "version": artifact.MANIFEST_VERSION, "command": command, **settings, "modules": notes, "scales": journal.folds(),
-        "carried": carried, "files": artifact.file_digests(partial),
-    })  # fmt: skip
-    eye.phase("verifying")
-    proof = verify(partial, {piece.name: piece.info for piece in pieces}, notes, loader.source)
+    fixed = {key: settings[key] for key in ("schedule", "batch", "device", "threads")}
+    fixed["schedule"] = "auto" if settings["schedule"] == "none" else settings["schedule"]
+    run = manifest.request(job.method, loader.source.asked, job.options, asked, **fixed)
+    body = {"command": command, "run": run, **settings, "modules": notes, "scales": journal.folds(), "carried": carried}
+    document = finish(partial, {piece.name: piece.info for piece in pieces}, body, loader.source, eye)
     journal.remove()
     artifact.publish(partial, job.output)
-    eye.totals({"verified": f"{proof.tensors} tensors; the codes of {proof.modules} modules read back as chosen"})
-    return {"verified": asdict(proof), "bytes_after": plan.after, "bits_per_weight": round(plan.bits_per_weight, 4), "carried": carried}
-
-
-def canonical_command(settings: dict[str, Any], asked: RunOptions) -> str:
-    """Return the command that makes this artifact again, its output left to the default."""
-    words = ["quantkit", settings["method"], settings["source"]["name"]]
-    for key, value in settings["options"].items():
-        flag = "--" + key.replace("_", "-")
-        if isinstance(value, bool):
-            words.append({"sym": "--sym" if value else "--asym"}.get(key, flag if value else flag.replace("--", "--no-", 1)))
-        elif isinstance(value, (list, tuple)):
-            words += [word for item in value for word in (flag, str(item))]
-        else:
-            words += [flag, str(value)]
-    if settings["calibration"]:
-        for key in ("samples", "seq_len", "seed"):
-            words += ["--" + key.replace("_", "-"), str(settings["calibration"][key])]
-        words += ["--calibration", settings["calibration"]["origin"]]
-    words += ["--format", settings["format"]]
-    return shlex.join(words)
+    return {**document, "bytes_after": plan.after, "bits_per_weight": round(plan.bits_per_weight, 4), "carried": carried}
 
 
 def _card_table(notes: list[dict[str, Any]]) -> str:

@@ -43,8 +43,12 @@ def check_output(output: Path, source: Path | None, force: bool) -> None:
         raise OutputError(f"{output.resolve().parent} is no folder. Create it first.")
 
 
-def write_files(writer: Any, output: Path, data: Callable[[str], Iterator[Any]], done: Callable[[str], None]) -> list[Path]:
-    """Write the file, or the files of a split, and return their paths; data(name) yields a tensor's bytes in pieces."""
+def write_files(writer: Any, output: Path, data: Callable[[str], Iterator[Any]], done: Callable[[str], None],
+                prove: Callable[[list[Path]], None]) -> list[Path]:  # fmt: skip
+    """Write the file, or the files of a split, and return their paths; data(name) yields a tensor's bytes in pieces.
+
+    prove: looks at the whole files before they get their place, and may put more beside them.
+    """
     folder = output.resolve().with_name(output.name + ".partial")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -61,10 +65,11 @@ def write_files(writer: Any, output: Path, data: Callable[[str], Iterator[Any]],
                 done(name)
             sync(file)
         writer.close()
-        paths = [output.resolve().parent / path.name for path in sorted(folder.iterdir())]
-        for path in paths:
-            (folder / path.name).replace(path)
-        return paths
+        written = sorted(folder.iterdir())
+        prove(written)
+        for path in folder.iterdir():
+            path.replace(output.resolve().parent / path.name)
+        return [output.resolve().parent / path.name for path in written]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -93,7 +93,7 @@ class GptqFormat:
             "sym": first.symmetric,
             "lm_head": False,
             "true_sequential": True,
-            "damp_percent": options.get("damp", 0.0),
+            **({"damp_percent": damp} if 0 < (damp := options.get("damp", 0.0)) < 1 else {}),  # transformers takes no 0
             "checkpoint_format": V1 if zeros_from_one else V2,
             "pack_dtype": "int32",
             "dynamic": dynamic or None,

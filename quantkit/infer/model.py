@@ -76,7 +76,7 @@ class Runner:
     def _replace(self, head: int) -> None:
         embedding = self.model.get_input_embeddings()
         names = {id(module): name for name, module in self.model.named_modules()}
-        tied = "lm_head.weight" in self.loader.names.tied
+        tied = "lm_head.weight" in self.loader.names.tied or f"{names[id(embedding)]}.weight" in self.loader.names.tied
         weight = self._planes(f"{names[id(embedding)]}.weight")
         scale = float(getattr(embedding, "embed_scale", 1.0))
         if isinstance(weight, PackedLinear):
