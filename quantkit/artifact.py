@@ -23,6 +23,7 @@ from quantkit.formats._safetensors import TensorInfo
 from quantkit.formats.store import INDEX
 from quantkit.journal import Journal
 from quantkit.loader import Loader
+from quantkit.lock import clear, hold
 from quantkit.source import Source
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
@@ -129,15 +130,15 @@ def write_shards(partial: Path, pieces: list[Piece], max_bytes: int, journal: Jo
 def fresh_folder(partial: Path, pieces: list[Piece], shard_bytes: Callable[[int], int]) -> Iterator[int]:
     """Write the shards of a conversion into a new folder and yield their bytes; what fails leaves nothing, as a conversion is cheap."""
     total = sum(piece.info.nbytes for piece in pieces)
-    shutil.rmtree(partial, ignore_errors=True)
     require_disk(partial.parent, total, "The output")
-    partial.mkdir()
-    try:
-        write_shards(partial, pieces, shard_bytes(total))
-        yield total
-    except (SourceError, OSError):
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with hold(partial):
+        clear(partial)
+        try:
+            write_shards(partial, pieces, shard_bytes(total))
+            yield total
+        except (SourceError, OSError):
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 def _write_shard(path: Path, shard: list[Piece]) -> None:

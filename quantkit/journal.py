@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quantkit.errors import ResumeError
 from quantkit.formats import _safetensors as st
+from quantkit.lock import clear
 
 VERSION = 1
 
@@ -33,12 +34,12 @@ class Journal:
         self.folder = partial / "journal"
         settings = json.loads(json.dumps({"version": VERSION, **settings}))
         if restart and partial.exists():
-            shutil.rmtree(partial)
+            clear(partial)
         if (self.folder / "settings.json").exists():
             self._compare(settings)
         else:
             if partial.exists():
-                shutil.rmtree(partial)
+                clear(partial)
             self.folder.mkdir(parents=True)
             _write_json(self.folder / "settings.json", settings)
         self.records = self._read_records()

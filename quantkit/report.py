@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from quantkit import memory
+from quantkit.errors import Interrupted
 from quantkit.pipeline import Events
 from quantkit.plan import Plan
 
@@ -38,7 +40,9 @@ def print_json(document: dict[str, Any]) -> None:
 class Eye(Events):
     """The view of a run: overall progress, time left, memory, and the last layers' relative output errors."""
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, log_file: str = "") -> None:
+        self.log_file = Path(log_file) if log_file else None
+        self.budget = 0.0
         self.console = Console(stderr=True, quiet=quiet, highlight=False)
         self.process = psutil.Process()
         self.recent: list[tuple[str, dict[str, Any]]] = []
@@ -63,6 +67,13 @@ class Eye(Events):
             self.live.stop()
             self.live = None
 
+    def _event(self, kind: str, **values: Any) -> None:
+        """Append an event to the log file, if there is one."""
+        if self.log_file:
+            line = {"time": round(time.time(), 3), "event": kind, **values, "peak_memory": memory.peak()}
+            with self.log_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
     def _view(self) -> Group:
         use = f"memory {mib(self.process.memory_info().rss)}, peak {mib(memory.peak())}"
         lines = [f"  {name:<44} {note['bits']} bits  error {note['error']:.5f}" for name, note in self.recent]
@@ -70,20 +81,29 @@ class Eye(Events):
 
     def phase(self, text: str) -> None:
         """Say what begins."""
+        self._event("phase", text=text)
         spent = time.perf_counter() - self.began
         self.console.print(f"[dim]{spent:7.1f} s, peak {mib(memory.peak())}[/dim]  {text}", soft_wrap=True)
 
     def notice(self, text: str) -> None:
         """Say what the user should know."""
+        self._event("notice", text=text)
         self.console.print(f"[yellow]notice:[/yellow] {escape(text)}", soft_wrap=True)
 
     def finding(self, level: str, line: str) -> None:
         """Say what a verification found."""
+        self._event("finding", level=level, text=line)
         colour = "red" if level in ("error", "gate") else "yellow"
         self.console.print(f"[{colour}]{level}[/{colour}] {escape(line)}", soft_wrap=True)
 
     def block(self, index: int, total: int) -> None:
-        """Advance to a block."""
+        """Advance to a block; Interrupted if the time that a run may take is over."""
+        self._event("block", index=index, total=total)
+        spent = time.perf_counter() - self.began
+        if self.budget and spent > self.budget:
+            raise Interrupted(
+                f"--time-budget: {spent:.0f} s are spent after {index} of {total} blocks; the same command goes on from there"
+            )
         if self.task is None:
             self.task = self.progress.add_task("blocks", total=total)
         self.progress.update(self.task, completed=index)
@@ -107,6 +127,7 @@ class Eye(Events):
 
     def module(self, name: str, note: dict[str, Any]) -> None:
         """Show a solved module."""
+        self._event("module", module=name, **{key: note[key] for key in ("error", "damp", "tokens", "fallback", "seconds")})
         self.errors.append(note["error"])
         self.modules.append((name, note))
         self.recent = [*self.recent, (name, note)][-RECENT:]
@@ -157,5 +178,6 @@ class Eye(Events):
 
     def totals(self, lines: dict[str, str]) -> None:
         """Print the closing lines."""
+        self._event("totals", lines=lines)
         for key, value in lines.items():
             self.console.print(f"[bold]{key:<16}[/bold] {escape(value)}", soft_wrap=True)

@@ -474,3 +474,67 @@ def test_a_damaged_part_is_done_again(text_file: Path, llama: Path, tmp_path: Pa
     document = quantize(run_cli, llama, tmp_path / "q", text_file)
     assert document["resumed_from_block"] == 1
     assert digests(tmp_path / "q") == digests(tmp_path / "whole")
+
+
+def test_a_second_run_into_one_output_is_refused(text_file: Path, llama: Path, tmp_path: Path, run_cli: Run) -> None:
+    from quantkit.lock import hold
+
+    words = ("--calibration", text_file, "--samples", 4, "--seq-len", 64, "-q")
+    with hold(tmp_path / "q.partial"):
+        (tmp_path / "q.partial" / "kept").write_text("of the first run")
+        for command in (("gptq", llama, "-o", tmp_path / "q", *words), ("to-hf", llama, tmp_path / "q")):
+            code, _, err = run_cli(*command)
+            assert code == 1 and "Another run is writing" in err
+        code, _, err = run_cli("gptq", llama, "-o", tmp_path / "q", *words, "--restart")
+        assert code == 1 and (tmp_path / "q.partial" / "kept").exists()
+    with hold(tmp_path / "m.gguf.partial"):
+        code, _, err = run_cli("export-gguf", llama, "-o", tmp_path / "m.gguf", "-q")
+        assert code == 1 and "Another run is writing" in err
+    assert run_cli("gptq", llama, "-o", tmp_path / "q", *words)[0] == 0
+
+
+def test_a_time_budget_stops_between_blocks_and_events_are_logged(text_file: Path, llama: Path, tmp_path: Path, run_cli: Run) -> None:
+    words = ("--calibration", text_file, "--samples", 4, "--seq-len", 64, "-q", "--log-file", tmp_path / "log.jsonl")
+    code, _, err = run_cli("gptq", llama, "-o", tmp_path / "q", *words, "--time-budget", "0.001s")
+    assert code == 130 and "--time-budget" in err and not (tmp_path / "q").exists()
+    assert run_cli("gptq", llama, "-o", tmp_path / "q", *words)[0] == 0
+    assert run_cli("gptq", llama, "-o", tmp_path / "p", *words, "--time-budget", "soon")[0] == 2
+    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds.count("module") == 21 and {"phase", "block", "totals"} <= set(kinds)
+    assert all(event["time"] > 0 and event["peak_memory"] > 0 for event in events)
+
+
+@pytest.mark.parametrize("command", ["gptq", "to-hf", "imatrix", "export-gguf", "convert"])
+def test_force_never_replaces_the_source(command: str, text_file: Path, llama: Path, tmp_path: Path, run_cli: Run) -> None:
+    """B31: whatever link leads to it, whatever flag is given."""
+    assert run_cli("export-gguf", llama, "-o", tmp_path / "m.gguf", "--type", "Q4_0", "-q")[0] == 0
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "m.gguf")
+    (tmp_path / "hard.gguf").hardlink_to(tmp_path / "m.gguf")
+    before = hashlib.sha256((tmp_path / "m.gguf").read_bytes()).hexdigest()
+    data = ("--calibration", text_file, "--samples", 4, "--seq-len", 64)
+    for name in ("m.gguf", "link.gguf", "hard.gguf"):
+        out = tmp_path / name
+        words = {
+            "gptq": ("gptq", tmp_path / "m.gguf", "-o", out, *data, "--allow-requantize"),
+            "imatrix": ("imatrix", tmp_path / "m.gguf", "-o", out, *data),
+            "export-gguf": ("export-gguf", tmp_path / "m.gguf", "-o", out, "--type", "F16"),
+            "to-hf": ("to-hf", tmp_path / "m.gguf", out),
+            "convert": ("convert", tmp_path / "m.gguf", out),
+        }[command]
+        code, _, err = run_cli(*words, "--force")
+        assert code == 1 and "is the source itself" in err, err
+    assert hashlib.sha256((tmp_path / "m.gguf").read_bytes()).hexdigest() == before
+    code, _, err = run_cli("export-gguf", llama, "-o", llama / "model.safetensors", "--force")
+    assert code == 1 and "is the source itself" in err
+
+
+def test_nan_anywhere_is_said_before_the_work(text_file: Path, llama: Path, tmp_path: Path, run_cli: Run) -> None:
+    """B23: in the head too, which no block reads."""
+    tensors = load_file(str(llama / "model.safetensors"))
+    tensors["lm_head.weight"][7, 3] = float("nan")
+    save_file(tensors, str(llama / "model.safetensors"), {"format": "pt"})
+    for words in (("gptq", llama, "-o", tmp_path / "q", "--calibration", text_file), ("export-gguf", llama, "-o", tmp_path / "m.gguf")):
+        code, _, err = run_cli(*words, "-q")
+        assert code == 1 and "'lm_head.weight' holds 1 NaN or Inf, the first at (7, 3)" in err
+    assert not (tmp_path / "q.partial").exists() and not (tmp_path / "m.gguf").exists()

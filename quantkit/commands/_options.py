@@ -11,6 +11,8 @@ from quantkit.methods._options import option
 
 FORMATS = ("auto", "gptq", "awq", "compressed-tensors", "naive-quantized", "fp8", "bitsandbytes", "hf")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
+DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)", re.IGNORECASE)
+SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -20,6 +22,14 @@ def parse_size(text: str, flag: str) -> int:
     if not match or not float(match[1]):
         raise UsageError(f"{flag} '{text}' is not a size such as 5GB or 500MB.")
     return int(float(match[1]) * FACTORS[match[2].upper()])
+
+
+def parse_duration(text: str, flag: str) -> float:
+    """Return seconds from a duration such as 90, 30m or 2h."""
+    match = DURATION.fullmatch(text.strip())
+    if not match or not float(match[1]):
+        raise UsageError(f"{flag} '{text}' is not a duration such as 30m or 2h.")
+    return float(match[1]) * SECONDS[match[2].lower()]
 
 
 @dataclass(frozen=True)
@@ -96,13 +106,22 @@ class RunOptions(OutputOptions, DataOptions):
     dry_run: bool = option(False, "Print the plan and stop.")
     eval: str = option("", "Measure perplexity before and after on this text (a file, or bundled).")
     reference: bool = option(False, "Use the plain PyTorch reference instead of faster kernels.")
+    log_file: str = option("", "Append one JSON event a line to this file: phases, blocks, modules, notices, totals.")
+    time_budget: str | None = option(None, "Stop cleanly after this long, such as 90m; the same command goes on from there.")
     quiet: bool = option(False, "Print nothing for people.", short="-q")
 
     def __post_init__(self) -> None:
+        if self.time_budget is not None:
+            parse_duration(self.time_budget, "--time-budget")
         OutputOptions.__post_init__(self)
         DataOptions.__post_init__(self)
         if self.max_memory is not None:
             parse_size(self.max_memory, "--max-memory")
+
+    @property
+    def budget_seconds(self) -> float:
+        """How long a run may take, 0 for as long as it takes."""
+        return parse_duration(self.time_budget, "--time-budget") if self.time_budget else 0.0
 
     @property
     def max_memory_bytes(self) -> int:
@@ -144,6 +163,7 @@ class ExportOptions(DataOptions):
     dry_run: bool = option(False, "Print the types and the exact size, and stop.")
     force: bool = option(False, "Replace an existing output.")
     reference: bool = option(False, "Use the plain PyTorch reference instead of faster kernels.")
+    log_file: str = option("", "Append one JSON event a line to this file: phases, blocks, modules, notices, totals.")
     quiet: bool = option(False, "Print nothing for people.", short="-q")
     json: bool = option(False, "Print one JSON object on the last line of standard output.")
 
@@ -208,6 +228,7 @@ class EvalOptions(SourceOptions):
     save_logits: str = option("", "Keep the reference's side in this file, and use it when it is there: it need not be computed again.")
     html: str = option("", "Write a page with the table, and divergence against size.")
     junit: str = option("", "Write a JUnit report, a test case for each gate.")
+    log_file: str = option("", "Append one JSON event a line to this file: phases, blocks, modules, notices, totals.")
     device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")
     threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
     json: bool = option(False, "Print one JSON object on the last line of standard output.")
@@ -250,6 +271,7 @@ class RecipeOptions(SourceOptions):
     restart: bool = option(False, "Discard what an unfinished run left.")
     dry_run: bool = option(False, "Print the plans and stop.")
     force: bool = option(False, "Replace existing outputs.")
+    log_file: str = option("", "Append one JSON event a line to this file: phases, blocks, modules, notices, totals.")
     quiet: bool = option(False, "Print nothing for people.", short="-q")
     json: bool = option(False, "Print one JSON object on the last line of standard output.")
 

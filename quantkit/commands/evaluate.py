@@ -34,7 +34,7 @@ def eval_ppl(models: list[str], asked: EvalOptions) -> None:
     text = perplexity.cut(first.tokenizer(), asked.data, asked.protocol, window, asked.windows, asked.stride, asked.offline)
     for source in sources:
         _require_same_tokens(first, source)
-    with Eye() as eye, tempfile.TemporaryDirectory() as scratch:
+    with Eye(False, asked.log_file) as eye, tempfile.TemporaryDirectory() as scratch:
         base, reference = _reference(base_source, text, asked, eye, Path(scratch))
         results = [_measure(source, text, asked, eye, base, reference, Path(scratch)) for source in sources]
         _print(eye, text, results, reference)

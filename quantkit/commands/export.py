@@ -48,7 +48,7 @@ def export_gguf(model: str, asked: ExportOptions, source: Source | None = None) 
     again = bool(source.scheme) and not policy.is_float and not asked.allow_requantize
     if again and policy.name not in export.EXACT:
         raise refusal
-    with Eye(asked.quiet) as eye:
+    with Eye(asked.quiet, asked.log_file) as eye:
         matrix = _matrix(source, asked, eye)
         plan = export.make_plan(source, policy, wishes, asked.pre_tokenizer, matrix, asked.strict)
         if again and not export.carries(plan):

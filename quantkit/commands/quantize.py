@@ -21,6 +21,7 @@ from quantkit.errors import PlanError, StrictError, UsageError, name_list
 from quantkit.formats import FORMATS
 from quantkit.journal import Journal
 from quantkit.loader import Loader, head_size, pick_device
+from quantkit.lock import hold
 from quantkit.methods import METHODS
 from quantkit.pipeline import Passes, outputs_only, quantize_blocks, without_data
 from quantkit.plan import Plan, describe_codec, make_plan
@@ -69,7 +70,7 @@ def run(method: str, model: str, options: Any, asked: RunOptions, source: Source
     if not asked.dry_run:
         source.require_finite()
     dtype = asked.dtype if asked.dtype != "auto" else "bfloat16" if source.gguf_file else "auto"
-    with Eye(asked.quiet) as eye:
+    with Eye(asked.quiet, asked.log_file) as eye:
         for text in [*source.notices, *artifact.check_side_files(source)]:
             eye.notice(text)
         loader = Loader(source, pick_device(asked.device))
@@ -80,7 +81,8 @@ def run(method: str, model: str, options: Any, asked: RunOptions, source: Source
         document: dict[str, Any] = {"command": method, "model": model, "output": str(output), "plan": _plan_document(plan)}
         if not asked.dry_run:
             job = Job(method, options, asked, form, dtype, loader, plan, output, partial, eye)
-            document |= _quantize(job)
+            with hold(partial):
+                document |= _quantize(job)
             document["seconds"] = round(time.perf_counter() - began, 2)
             document["peak_memory"] = memory.peak()
             eye.totals({"time": f"{document['seconds']:.1f} s, peak memory {mib(document['peak_memory'])}", "output": str(output)})
@@ -162,6 +164,7 @@ def _quantize(job: Job) -> dict[str, Any]:
     backend = Backend(loader.device, torch.get_num_threads(), asked.reference)
     passes = make_passes(job, backend, schedule)
     eye.phase(f"quantizing {len(loader.blocks)} blocks on {loader.device}" + (f", {schedule}" if tokens else ""))
+    eye.budget = asked.budget_seconds
     quantize_blocks(loader, plan, recording, passes, job.form, journal, eye)
     del recording
     notes, scales = journal.notes(), journal.folds()

@@ -26,7 +26,9 @@ from quantkit.source import Source, resolve
 
 WINDOW = 512
 WINDOWS = 8
-HANDED_ON = ("offline", "revision", "trust_remote_code", "force", "restart", "dry_run", "quiet", "threads", "device", "allow_requantize")
+HANDED_ON = (
+    "offline", "revision", "trust_remote_code", "force", "restart", "dry_run", "quiet", "threads", "device", "allow_requantize", "log_file",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def run(name: str, model: str, asked: RecipeOptions) -> None:
     document: dict[str, Any] = {"command": "run", "recipe": found.path.name, "model": model, "outputs": [one.document for one in made]}
     missed: list[str] = []
     if found.gates and not asked.dry_run:
-        with Eye(asked.quiet) as eye:
+        with Eye(asked.quiet, asked.log_file) as eye:
             document["measured"], missed = _measure(found, source, made, asked, eye)
     document |= {"gates_missed": missed, "seconds": round(time.perf_counter() - began, 2), "peak_memory": memory.peak()}
     if asked.json:
@@ -74,7 +76,7 @@ def _require_model(found: Recipe, source: Source) -> None:
 
 def _make(one: Output, source: Source, model: str, folder: Path, asked: RecipeOptions, number: int, count: int) -> Made:
     path = folder / one.name.replace("{model}", source.name)
-    with Eye(asked.quiet) as eye:
+    with Eye(asked.quiet, asked.log_file) as eye:
         eye.phase(f"output {number} of {count}: {one.command} -> {path}")
     more = {key: getattr(asked, key) for key in HANDED_ON} | {"output": str(path), "json": False}
     more |= {"calibration": asked.calibration} if asked.calibration else {}

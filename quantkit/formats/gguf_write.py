@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from quantkit.errors import OutputError
 from quantkit.formats._gguf import ALIGNMENT, SCALARS, STRING
 from quantkit.formats._safetensors import sync
+from quantkit.lock import clear, hold
 from quantkit.mixture import Choice
 
 PREAMBLE = 24  # magic, version, two counts
@@ -50,8 +51,13 @@ def write_files(writer: Any, output: Path, data: Callable[[str], Iterator[Any]],
     prove: looks at the whole files before they get their place, and may put more beside them.
     """
     folder = output.resolve().with_name(output.name + ".partial")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    with hold(folder):
+        clear(folder)
+        return _write_into(folder, writer, output, data, done, prove)
+
+
+def _write_into(folder: Path, writer: Any, output: Path, data: Callable[[str], Iterator[Any]], done: Callable[[str], None],
+                prove: Callable[[list[Path]], None]) -> list[Path]:  # fmt: skip
     try:
         _write_headers(writer, folder / output.name)
         for file, tensors in zip(writer.fout, writer.tensors, strict=True):
