@@ -150,7 +150,7 @@ def make_writer(plan: ExportPlan, split_bytes: int) -> Any:
     if isinstance(plan.source.store, gguf.GgufStore):
         _copy_general(writer, plan.source.store)
     else:
-        _add_general(writer, plan.source)
+        _add_general(writer, plan.source, plan.notices)
     gguf_keys.add_parameters(writer, plan.settings, plan.family)
     writer.add_file_type(plan.policy.file_type)
     writer.add_quantization_version(package.GGML_QUANT_VERSION)
@@ -165,7 +165,7 @@ def make_writer(plan: ExportPlan, split_bytes: int) -> Any:
     return writer
 
 
-def _add_general(writer: Any, source: Source) -> None:
+def _add_general(writer: Any, source: Source, notices: list[str]) -> None:
     """Add what the folder's name, README and generation_config say about the model."""
     import gguf as package
 
@@ -177,7 +177,7 @@ def _add_general(writer: Any, source: Source) -> None:
                 if not _is_plain(getattr(metadata, field.name)):
                     setattr(metadata, field.name, None)
     except SourceError as error:
-        source.notices.append(str(error))
+        notices.append(str(error))
         metadata = package.Metadata()
     metadata.name = metadata.name or source.name
     path = source.folder / "generation_config.json"

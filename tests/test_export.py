@@ -282,3 +282,73 @@ def test_llama_cpp_loads_every_mixture_and_reads_our_values(kind: str, tmp_path:
     packed, plain = (Runtime(tmp_path / f"{name}.gguf").logits(IDS).log_softmax(-1) for name in ("q", "f"))
     assert float((ours.exp() * (ours - plain)).sum(-1).max()) < 2e-3
     assert float((ours.exp() * (ours - packed)).sum(-1).mean()) < 0.02
+
+
+@pytest.mark.parametrize("changes", [
+    {"attention_bias": True, "mlp_bias": True},
+    {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 64}, "head_dim": 64},
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}},
+], ids=["biases", "llama3", "linear", "yarn"])  # fmt: skip
+def test_a_gguf_file_as_a_source_keeps_its_settings(changes: dict[str, Any], tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+    """B24, B26: logits at short and long range are the checkpoint's, from the file and from the checkpoint made of it."""
+    from quantkit.loader import Loader
+    from quantkit.source import resolve
+
+    folder = make_model(tmp_path / "m", **changes)
+    assert run_cli("export-gguf", folder, "-o", tmp_path / "m.gguf", "--type", "F32", "-q")[0] == 0
+    assert run_cli("to-hf", tmp_path / "m.gguf", tmp_path / "again", "--dtype", "float32")[0] == 0
+    ids = torch.randint(3, 256, (1, 201), generator=torch.Generator().manual_seed(0))
+
+    def logits(path: Path) -> torch.Tensor:
+        loader = Loader(resolve(str(path)), torch.device("cpu"))
+        loader.materialize(loader.all_names())
+        with torch.no_grad():
+            values: torch.Tensor = loader.model(ids, use_cache=False).logits[0]
+        return values
+
+    wanted = logits(folder)
+    for other in (tmp_path / "m.gguf", tmp_path / "again"):
+        torch.testing.assert_close(logits(other), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_divisors_that_no_llama3_has_are_kept_as_they_are() -> None:
+    from quantkit.formats._gguf import Header
+    from quantkit.formats.gguf_settings import _of_divisors
+
+    header = Header(Path("x"), {}, {})
+    found = _of_divisors(torch.tensor([1.0, 3.0, 2.0, 5.0]).double(), {"rope_theta": 10000.0}, header, "llama")
+    assert found["rope_type"] == "longrope" and found["long_factor"] == [1.0, 3.0, 2.0, 5.0] and found["attention_factor"] == 1.0
+
+
+def test_all_ids_that_end_a_text_come_back(tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+    """B14: eot and eom are read again, an id that is no token is ignored and said."""
+    from quantkit.source import resolve
+
+    folder = make_model(tmp_path / "m")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5, 7, -1]}))
+    code, _, err = run_cli("export-gguf", folder, "-o", tmp_path / "m.gguf", "--type", "F16")
+    assert code == 0 and "eos_token_id -1 is no token" in err
+    assert resolve(str(tmp_path / "m.gguf")).config().eos_token_id == [2, 5, 7]
+    assert run_cli("to-hf", tmp_path / "m.gguf", tmp_path / "again")[0] == 0
+    assert json.loads((tmp_path / "again" / "generation_config.json").read_text())["eos_token_id"] == [2, 5, 7]
+
+
+def test_a_merge_with_a_space_inside_is_refused(llama: Path, tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+    """B27: written as two pieces with a space between, it would be read as another merge."""
+    described = json.loads((llama / "tokenizer.json").read_text())
+    vocabulary = described["model"]["vocab"]
+    for text in ("a b", "a bc"):
+        vocabulary[text] = len(vocabulary)
+    described["model"]["merges"].append(["a b", "c"])
+    (llama / "tokenizer.json").write_text(json.dumps(described))
+    code, _, err = run_cli("export-gguf", llama, "-o", tmp_path / "m.gguf")
+    assert code == 1 and "['a b', 'c']" in str(err).replace("('a b', 'c')", "['a b', 'c']")
+
+
+def test_windows_that_llama_cpp_does_not_have_are_told(tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+    for family, why in (("mistral", "no sliding window for llama"), ("gemma3", "one in 6"), ("gemma2", "")):
+        folder = make_model(tmp_path / family, family)
+        code, _, err = run_cli("export-gguf", folder, "-o", tmp_path / f"{family}.gguf", "--type", "F16")
+        assert code == 0 and (why in err if why else "look back" not in err), err

@@ -61,6 +61,8 @@ def _check(models: list[str], asked: EvalOptions) -> int:
         raise UsageError(f"--window {window} --windows {asked.windows} cannot be: at least {least} tokens, 0 for all windows.")
     if not 0 <= asked.stride <= window:
         raise UsageError(f"--stride {asked.stride} cannot be: 1 to --window {window}.")
+    if asked.html and Path(asked.html).exists() and Path(asked.html).suffix not in (".html", ".htm"):
+        raise UsageError(f"--html {asked.html} is there already, and no page. Name another file.")
     if asked.save_logits and not asked.reference:
         raise UsageError("--save-logits keeps the reference's: it needs --reference.")
     if (needs := _gates(asked).given) and not asked.reference:

@@ -193,7 +193,7 @@ def differences(settings: Settings, family: GgufFamily) -> list[str]:
     if every := PATTERNS.get(family.arch):
         usual = ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(len(kinds))]
         if kinds != usual:
-            found.append(f"llama.cpp lets every layer but each {every}th look back {window} tokens only; layer_types says otherwise")
+            found.append(f"llama.cpp lets every layer but one in {every} look back {window} tokens only; layer_types says otherwise")
     elif family.arch != "phi3" and window and settings.get("use_sliding_window", default=True):
         found.append(f"llama.cpp has no sliding window for {family.arch}: beyond {window} tokens it attends to more than this model does")
     scalar = settings.get("query_pre_attn_scalar")
