@@ -180,7 +180,8 @@ def _output(text: _Text, number: int, one: dict[str, Any], table: dict[str, Any]
     data = table.get("data", {})
     if one.get("format") == "gguf":
         kind = str(given.get("type", "Q4_K_M"))
-        given = {**data, **{key: value for key, value in given.items() if key != "format"}}
+        needed = data if given.get("imatrix") == "auto" else {}
+        given = {**needed, **{key: value for key, value in given.items() if key != "format"}}
         _build(text, number, [ExportOptions], given)
         suffix = Path(kind).stem if kind.endswith(".toml") else kind
         return Output(str(one.get("name", f"{{model}}-{suffix}.gguf")), "export-gguf", given)

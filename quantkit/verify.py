@@ -230,7 +230,7 @@ def _check_scales(module: str, tensor: QuantTensor) -> Iterator[Finding]:
     if scale is not None and tensor.codec.name == "affine":
         sizes = scale.abs()
         middle = float(sizes.median())
-        zeros, wild = int((sizes == 0).sum()), int((sizes > WILD * max(middle, 2.0**-24)).sum())
+        zeros, wild = _dead_groups(tensor), int((sizes > WILD * max(middle, 2.0**-24)).sum())
         if zeros or wild:
             yield Finding("QK206", module, f"{zeros} are 0, {wild} are more than {WILD:.0f} times the median {middle:.3g}")
     value = tensor.dequantize()
@@ -238,6 +238,15 @@ def _check_scales(module: str, tensor: QuantTensor) -> Iterator[Finding]:
         yield Finding("QK205", module, "")
     elif not bool(value.any()):
         yield Finding("QK208", module, "")
+
+
+def _dead_groups(tensor: QuantTensor) -> int:
+    """Return how many groups have codes that mean something, and a scale of 0."""
+    dead = tensor.params["scale"] == 0
+    if not bool(dead.any()) or tensor.group_index is not None:
+        return int(dead.sum())
+    codes = tensor.codes.reshape(*dead.shape, -1)
+    return int((dead & (codes != tensor.params["zero"][..., None]).any(-1)).sum())
 
 
 def _check_plain(store: Any, name: str) -> Iterator[Finding]:

@@ -69,10 +69,11 @@ def test_a_recipe_makes_what_its_commands_make(run_cli: Run, llama: Path, tmp_pa
     words = ("--then", "gptq", "--damp", 0.02, "--search-tokens", 128, "--group-size", 32, "--format", "gptq")
     rules = ("--override", "down_proj=bits:8", "--exclude", r"layers\.1\..*gate")
     assert run_cli("awq", llama, "-o", tmp_path / "alone", *data, *words, *rules, "-q")[0] == 0
-    assert run_cli("export-gguf", llama, "-o", tmp_path / "llama.gguf", "--type", "Q8_0", *data, "-q")[0] == 0
+    assert run_cli("export-gguf", llama, "-o", tmp_path / "llama.gguf", "--type", "Q8_0", "-q")[0] == 0
     for name in sorted(p.name for p in (tmp_path / "alone").iterdir()):
         assert (tmp_path / "alone" / name).read_bytes() == (tmp_path / "out" / "llama-a" / name).read_bytes(), name
-    assert (tmp_path / "llama.gguf").read_bytes() == (tmp_path / "out" / "llama.gguf").read_bytes()
+    for name in ("llama.gguf", "llama.quantkit.json"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
 def test_a_missed_gate_exits_3(run_cli: Run, llama: Path, tmp_path: Path, text_file: Path) -> None:
