@@ -26,6 +26,7 @@ RULES = {
     "QK105": Rule("error", "the manifest cannot be read", AGAIN),
     "QK106": Rule("note", "a page was edited", "It changes no output."),
     "QK107": Rule("note", "a piece of a split file", "The pieces are compared with the manifest; put them together to run them."),
+    "QK108": Rule("note", "a remark of the reader", "See whether it is meant so."),
     "QK201": Rule("error", "a tensor is missing", AGAIN),
     "QK202": Rule("error", "a tensor that nobody planned", AGAIN),
     "QK203": Rule("error", "a tensor has another dtype or shape than planned", AGAIN),

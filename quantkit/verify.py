@@ -145,7 +145,7 @@ def _check_opens(path: Path, trust_remote_code: bool, opened: list[Loader]) -> I
     try:
         source = resolve(str(path.resolve()), trust_remote_code=trust_remote_code)
         for text in source.notices:
-            code = "QK303" if "declares" in text else "QK103"
+            code = "QK303" if "declares" in text else "QK108"
             yield Finding(code, "config.json" if code == "QK303" else path.name, text)
         opened.append(Loader(source, torch.device("cpu")))
     except QuantkitError as error:

@@ -203,3 +203,18 @@ def test_reproduce_refuses_another_source(run_cli: Run, llama: Path, tmp_path: P
 def test_codes_are_stable_and_say_what_to_do() -> None:
     assert all(code[:2] == "QK" and code[2:].isdigit() and len(code) == 5 for code in RULES)
     assert all(rule.level in ("error", "warning", "gate", "note") and rule.advice.endswith(".") for rule in RULES.values())
+
+
+def test_pieces_and_leftovers_of_others_are_no_alarm(run_cli: Run, llama: Path, tmp_path: Path) -> None:
+    assert run_cli("export-gguf", llama, "-o", tmp_path / "m.gguf", "--type", "F16", "--split-max-size", "100KB", "-q")[0] == 0
+    first = next(path for path in sorted(tmp_path.glob("m-*.gguf")))
+    code, document, err = run_cli("verify", first, "--json")
+    assert code == 0 and [f["code"] for f in document["findings"]] == ["QK107"] and document["files"] > 1, err
+    next(path for path in sorted(tmp_path.glob("m-*.gguf"), reverse=True)).unlink()
+    assert any(f.code == "QK101" for f in verify(first).findings)
+    names = load_file(str(llama / "model.safetensors"))
+    (llama / "model.safetensors").rename(llama / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"x": torch.zeros(2)}, str(llama / "consolidated.safetensors"))
+    assert [f.code for f in verify(llama).findings] == ["QK104", "QK108"]

@@ -61,11 +61,12 @@ def _say(path: Path, asked: VerifyOptions) -> str:
     """Return how the artifact continues a sentence, run from its packed weights; empty where it cannot run here."""
     import psutil
 
-    if sum(file.stat().st_size for file in resolve(str(path)).store.files()) > ROOM * psutil.virtual_memory().available:
-        return ""
     try:
-        runner = Runner(Loader(resolve(str(path), trust_remote_code=asked.trust_remote_code), torch.device("cpu")), torch.get_num_threads())
-        tokenizer = runner.loader.source.tokenizer()
+        source = resolve(str(path), trust_remote_code=asked.trust_remote_code)
+        if sum(file.stat().st_size for file in source.store.files()) > ROOM * psutil.virtual_memory().available:
+            return ""
+        runner = Runner(Loader(source, torch.device("cpu")), torch.get_num_threads())
+        tokenizer = source.tokenizer()
     except (PlanError, SourceError):
         return ""
     ids = tokenizer(BEGINNING)["input_ids"]
