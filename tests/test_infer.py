@@ -550,3 +550,16 @@ def test_bench_measures_beside_transformers(quantized: Path, run_cli: Run) -> No
     assert code == 0, err
     assert all(document[key]["decode"] > 0 for key in ("packed", "floor", "float32", "bfloat16"))
     assert document["weight_bytes"] > 0 and document["cache_bytes"] == PagedCache.bytes_for(3, 2, 16, 25)
+
+
+def test_a_checkpoint_that_holds_only_its_head_runs(tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+    """B11: the embedding is the head's tensor, whichever of the two is stored."""
+    from safetensors.torch import load_file, save_file
+
+    folder = make_model(tmp_path / "m", tie_word_embeddings=True)
+    before = run_cli("generate", folder, "--prompt", "abc", "--max-new-tokens", 5, "--json")[1]["results"][0]["text"]
+    tensors = load_file(str(folder / "model.safetensors"))
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
+    code, document, err = run_cli("generate", folder, "--prompt", "abc", "--max-new-tokens", 5, "--json")
+    assert code == 0 and document["results"][0]["text"] == before, err

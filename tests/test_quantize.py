@@ -538,3 +538,28 @@ def test_nan_anywhere_is_said_before_the_work(text_file: Path, llama: Path, tmp_
         code, _, err = run_cli(*words, "-q")
         assert code == 1 and "'lm_head.weight' holds 1 NaN or Inf, the first at (7, 3)" in err
     assert not (tmp_path / "q.partial").exists() and not (tmp_path / "m.gguf").exists()
+
+
+def test_a_quantized_gguf_needs_a_word(text_file: Path, llama: Path, tmp_path: Path, run_cli: Run) -> None:
+    """B20: floats in a GGUF file do not."""
+    data = ("--calibration", text_file, "--samples", 4, "--seq-len", 64, "-q")
+    for kind in ("Q8_0", "F16"):
+        assert run_cli("export-gguf", llama, "-o", tmp_path / f"{kind}.gguf", "--type", kind, "-q")[0] == 0
+    for method in ("gptq", "awq", "rtn"):
+        code, _, err = run_cli(method, tmp_path / "Q8_0.gguf", "-o", tmp_path / method, *data)
+        assert code == 1 and "already quantized (GGUF Q8_0)" in err
+    assert run_cli("rtn", tmp_path / "F16.gguf", "-o", tmp_path / "a", *data)[0] == 0
+    assert run_cli("rtn", tmp_path / "Q8_0.gguf", "-o", tmp_path / "b", *data, "--allow-requantize")[0] == 0
+
+
+def test_what_went_less_than_well_is_said_at_the_end(text_file: Path, llama: Path, tmp_path: Path, run_cli: Run) -> None:
+    """B03: few tokens, repeated ones, dead columns."""
+    tensors = load_file(str(llama / "model.safetensors"))
+    tensors["model.layers.0.input_layernorm.weight"][7] = 0
+    save_file(tensors, str(llama / "model.safetensors"), {"format": "pt"})
+    (tmp_path / "z.txt").write_text("z" * 600)
+    words = ("--calibration", tmp_path / "z.txt", "--samples", 1, "--seq-len", 32, "--damp", 0, "--json")
+    code, document, err = run_cli("gptq", llama, "-o", tmp_path / "q", *words)
+    text = " ".join(document["notices"])
+    assert code == 0 and "damping was raised from 0 to" in text and "saw fewer tokens than they have input columns (32 at least)" in text
+    assert "3 modules have input columns that were always zero, 1 at most" in text and "damping was raised" in err

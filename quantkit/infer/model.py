@@ -124,7 +124,8 @@ class Runner:
 
     def _planes(self, name: str) -> Planes | PackedLinear:
         """Return a matrix outside the blocks as planes, or as an exact linear where it has none."""
-        source = self.loader.names.to_source[name]
+        names = self.loader.names
+        source = names.to_source[names.tied.get(name, name)]
         store = self.loader.source.store
         if isinstance(store, GgufStore) and (raw := store.raw_rows(source)) is not None:
             return (_block_planes(*raw) if self.make else None) or linear_of_blocks(*raw, None)
