@@ -298,6 +298,8 @@ def save_extras(header: Header, folder: Path) -> None:
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if header.get("tokenizer.ggml.model") == "llama":
         tokens, scores, kinds = (header.get(f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type"))
+        if not all(isinstance(part, list) and len(part) == len(tokens) for part in (tokens, scores, kinds)):
+            raise SourceError(f"{header.path}: its tokens, scores and token types are no lists of one length. The file is damaged.")
         pieces = [
             sp.Piece(token.encode("utf-8", "surrogateescape"), score, kind)
             for token, score, kind in zip(tokens, scores, kinds, strict=True)
