@@ -18,7 +18,7 @@ from typing import Any
 
 from quantkit.errors import QuantkitError, SourceError
 
-RENDER_SECONDS = 10.0
+RENDER_SECONDS = 1.5  # an honest template takes milliseconds
 RENDER_BYTES = 1 << 29
 
 
@@ -99,7 +99,7 @@ def bounded(seconds: float = RENDER_SECONDS, nbytes: int = RENDER_BYTES) -> Iter
         return
 
     def stop(number: int, frame: Any) -> None:
-        raise TimeoutError(f"it ran for more than {seconds:.0f} s")
+        raise TimeoutError(f"it ran for more than {seconds:g} s")
 
     before = signal.signal(signal.SIGVTALRM, stop)
     limit = resource.getrlimit(resource.RLIMIT_AS)

@@ -327,6 +327,7 @@ def test_all_ids_that_end_a_text_come_back(tmp_path: Path, run_cli: Callable[...
     from quantkit.source import resolve
 
     folder = make_model(tmp_path / "m")
+    edit_config(folder, pad_token_id=-1)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5, 7, -1]}))
     code, _, err = run_cli("export-gguf", folder, "-o", tmp_path / "m.gguf", "--type", "F16")
     assert code == 0 and "eos_token_id -1 is no token" in err

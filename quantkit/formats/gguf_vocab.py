@@ -201,6 +201,13 @@ def add_vocabulary(writer: Any, vocabulary: Vocabulary, folder: Path, family: Gg
     """Add the vocabulary's keys; return notices."""
     from gguf import SpecialVocab
 
+    class Special(SpecialVocab):  # type: ignore[misc]
+        """The package's reader of special ids, which ends with an error at the -1 that some write for none."""
+
+        def _set_special_token(self, typ: str, tid: Any) -> None:
+            if type(tid) is int and tid >= 0:
+                super()._set_special_token(typ, tid)
+
     notices = list(vocabulary.notices)
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.pre)
@@ -208,7 +215,8 @@ def add_vocabulary(writer: Any, vocabulary: Vocabulary, folder: Path, family: Gg
     if vocabulary.scores:
         writer.add_token_scores(vocabulary.scores)
     writer.add_token_types(vocabulary.kinds)
-    special = SpecialVocab(folder, load_merges=vocabulary.model == "gpt2", n_vocab=len(vocabulary.tokens))
+    with foreign(f"{folder}: its special tokens cannot be read"):
+        special = Special(folder, load_merges=vocabulary.model == "gpt2", n_vocab=len(vocabulary.tokens))
     special.chat_template = None  # ours below: the package's order of named templates changes from run to run
     notices += _add_ends(special, folder, len(vocabulary.tokens))
     special.add_special_token.setdefault("bos", vocabulary.adds_bos)  # llama.cpp's default hangs on the pre-tokenizer
