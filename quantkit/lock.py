@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantkit.errors import OutputError
@@ -32,6 +32,8 @@ def hold(folder: Path) -> Iterator[Path]:
             raise OutputError(f"Another run is writing {folder}. Wait for it, or choose another --output.") from None
         yield folder
     finally:
+        with suppress(OSError):
+            folder.rmdir()  # if nothing was written: a refusal leaves nothing behind
         os.close(handle)
 
 
