@@ -42,7 +42,10 @@ class Piece:
 def require_apart(output: Path, source: Source) -> None:
     """Refuse an output that is a file of the source, or a folder that holds one, by whatever link; --force changes nothing here."""
     target = output.resolve()
-    own = [source.gguf_file] if source.gguf_file else [*source.store.files(), *(source.folder / name for name in source.side_files())]
+    if source.gguf_file is not None:
+        own = [source.gguf_file]
+    else:
+        own = [source.folder, *source.store.files(), *(source.folder / name for name in source.side_files())]
     for path in own:
         real = path.resolve()
         if target == real or target in real.parents or (output.is_file() and output.samefile(path)):
@@ -52,8 +55,6 @@ def require_apart(output: Path, source: Source) -> None:
 def prepare_output(output: Path, source: Source, force: bool) -> Path:
     """Check the output path and return the path of its partial folder; an OutputError says what is in the way."""
     resolved = output.resolve()
-    if source.gguf_file is None and (resolved == source.folder.resolve() or resolved in source.folder.resolve().parents):
-        raise OutputError(f"{output} is the source itself, or holds it. Choose another --output.")
     require_apart(output, source)
     if output.exists() and not force:
         raise OutputError(f"{output} exists already. Choose another --output, or replace it with --force.")
@@ -186,8 +187,8 @@ def write_side_files(loader: Loader, partial: Path, quantization: dict[str, Any]
         shutil.copyfile(source.folder / "README.md", partial / "README.source.md")
         carried.append("README.source.md")
     write_json(partial / "config.json", config)
-    if source.left_out:
-        notices.append(f"not carried over: {name_list(source.left_out)}")
+    if left := source.left_out():
+        notices.append(f"not carried over: {name_list(left)}")
     return carried, notices
 
 

@@ -37,7 +37,7 @@ from quantkit.commands._options import (
     VerifyOptions,
 )
 from quantkit.errors import Interrupted, QuantkitError, UsageError
-from quantkit.methods import METHODS, OPTIONS
+from quantkit.methods import METHODS, options_of
 
 app = typer.Typer(
     name="quantkit",
@@ -114,10 +114,7 @@ def _checker(flag: str, choices: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def _add_method(name: str, summary: str) -> None:
-    module, _, attribute = OPTIONS[name].partition(":")
-    options_class = getattr(__import__(module, fromlist=[attribute]), attribute)
-
-    @flags(options_class, RunOptions)
+    @flags(options_of(name), RunOptions)
     def command(model: Model, options: Any, asked: RunOptions) -> None:
         from quantkit.commands import quantize
 

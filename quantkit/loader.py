@@ -302,6 +302,10 @@ class Loader:
             return [source for members in self.names.stacks[module].values() for source in members.values()]
         return [self.names.to_source[module if module in self.names.to_source else f"{module}.weight"]]
 
+    def linear_names(self) -> list[str]:
+        """Return the full names of the linear layers of all blocks."""
+        return [f"{self.block_name(index)}.{name}" for index in range(len(self.blocks)) for name in self.linears(index)]
+
     def linears(self, index: int) -> dict[str, nn.Module]:
         """Return a block's linear layers by their name inside the block."""
         return {name: module for name, module in self.blocks[index].named_modules() if is_linear(module)}

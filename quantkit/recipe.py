@@ -24,20 +24,19 @@ import dataclasses
 import re
 import tomllib
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from quantkit.commands._options import DataOptions, ExportOptions, RunOptions
+from quantkit.commands._options import DataOptions, ExportOptions, GateOptions, RunOptions
 from quantkit.corpus import data_folder
 from quantkit.errors import UsageError, name_list
 from quantkit.foreign import reason
-from quantkit.methods import OPTIONS
+from quantkit.methods import options_of
 
 SCALERS = ("awq", "smoothquant")
 SOLVERS = ("gptq", "rtn")
 TOP = ("summary", "model", "data", "passes", "rules", "outputs", "gates", "types")
-GATES = ("max_ppl_delta", "max_ppl_ratio", "max_kl", "min_top1", "data", "windows")
+GATES = (*(field.name for field in dataclasses.fields(GateOptions)), "data", "windows")
 MODEL = ("types", "max_parameters")
 RULE = ("match", "bits", "group", "sym", "keep")
 # What a recipe does not say, because it belongs to the machine or to the moment.
@@ -193,8 +192,7 @@ def _output(text: _Text, number: int, one: dict[str, Any], table: dict[str, Any]
     for key, values in rules.items():
         if values:
             merged[key] = [*merged.get(key, []), *values]
-    module, _, attribute = OPTIONS[command].partition(":")
-    _build(text, number, [getattr(import_module(module), attribute), RunOptions], merged)
+    _build(text, number, [options_of(command), RunOptions], merged)
     return Output(str(one.get("name", f"{{model}}-{command}")), command, merged)
 
 

@@ -59,9 +59,7 @@ def packed_modules(loader: Loader) -> list[str]:
     if not isinstance(store, GgufStore):
         raise PlanError(f"{loader.source.name} holds no packed weights; convert is for quantized artifacts.")
     exact = store.exact_modules()
-    linears = [
-        loader.names.source_module(f"{loader.block_name(i)}.{name}") for i in range(len(loader.blocks)) for name in loader.linears(i)
-    ]
+    linears = [loader.names.source_module(name) for name in loader.linear_names()]
     if lacking := [name for name in linears if name not in exact]:
         raise PlanError(
             f"{loader.source.name}: only Q4_0 and Q8_0 blocks are integers with one scale, and {len(lacking)} linear layers are of "

@@ -56,9 +56,9 @@ class Source:
     trust_remote_code: bool = False
     notices: list[str] = field(default_factory=list)
     declared: dict[str, Any] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
     _config: Any = None
     _tokenizer: Any = None
+    _fingerprint: str = ""
 
     def config(self) -> Any:
         """Return the transformers configuration, without a quantization entry."""
@@ -99,20 +99,24 @@ class Source:
 
     def side_files(self) -> list[Path]:
         """Return every file of the folder that is no weight, relative to it: what an output carries over."""
+        return [path for path in self._others() if self._is_own(path)]
+
+    def left_out(self) -> list[Path]:
+        """Return what an output cannot carry over: links that lead elsewhere or nowhere, pipes."""
+        return [path for path in self._others() if not self._is_own(path)]
+
+    def _is_own(self, path: Path) -> bool:
+        return (self.folder / path).is_file() and is_inside(self.folder / path, self.folder)
+
+    def _others(self) -> list[Path]:
+        """Return everything in the folder that is no weight, hidden, or of another artifact in it, in order."""
         if self.gguf_file is not None:
             return []
-        found, self.left_out = [], []
-        skipped = {p.parent for p in self.folder.rglob("quantkit.json")} | set(self.folder.rglob("*.partial"))
-        for path in sorted(self.folder.rglob("*")):
-            relative = path.relative_to(self.folder)
-            inside = any(parent in skipped for parent in [path, *path.parents] if parent != self.folder and self.folder in parent.parents)
-            if inside or path.is_dir() or WEIGHT_FILES.search(path.name) or path.name in OURS or _hidden(relative):
-                continue
-            if path.is_file() and is_inside(path, self.folder):
-                found.append(relative)
-            else:
-                self.left_out.append(str(relative))  # a link that leads elsewhere or nowhere, a pipe
-        return found
+        found = []
+        for here, folders, names in os.walk(self.folder):
+            folders[:] = [name for name in folders if not name.endswith(".partial") and not (Path(here) / name / OURS[0]).exists()]
+            found += [(Path(here) / name).relative_to(self.folder) for name in names if _is_other(name)]
+        return sorted(path for path in found if not _hidden(path))
 
     @property
     def scheme(self) -> str:
@@ -134,7 +138,12 @@ class Source:
                     require_finite(name, value)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 over the weight files' contents and config.json: what a journal and a manifest record."""
+        """Return a SHA-256 over the weight files' contents and config.json: what a journal and a manifest record; read once."""
+        if not self._fingerprint:
+            self._fingerprint = self._hash()
+        return self._fingerprint
+
+    def _hash(self) -> str:
         digest = hashlib.sha256()
         config = self.folder / "config.json"
         for path in [*self.store.files(), *([config] if config.exists() and self.gguf_file is None else [])]:
@@ -156,6 +165,10 @@ def is_inside(path: Path, folder: Path) -> bool:
     if folder.parent.name == "snapshots":
         roots.append((folder.parent.parent / "blobs").resolve())
     return path.exists() and any(root in real.parents for root in roots)
+
+
+def _is_other(name: str) -> bool:
+    return not WEIGHT_FILES.search(name) and name not in OURS and not name.endswith(".partial")
 
 
 def _hidden(path: Path) -> bool:

@@ -174,11 +174,13 @@ def _check_config(loader: Loader) -> Iterator[Finding]:
             yield Finding("QK404", path.name, reason(error))
     if not isinstance(store, PackedStore) or declared.get("quant_method") not in ("gptq", "awq"):
         return
+    modules = list(store.modules)
+    try:
+        codecs = [store.quant(module).codec for module in modules[:1] + modules[-1:]]
+    except SourceError:
+        return  # the weights' own check says so
     for key, own in (("bits", "bits"), ("group_size", "group")):
-        try:
-            found = {getattr(store.quant(module).codec, own) for module in list(store.modules)[:1] + list(store.modules)[-1:]}
-        except SourceError:
-            return  # the weights' own check says so
+        found = {getattr(codec, own) for codec in codecs}
         if key in declared and declared[key] not in found and not declared.get("dynamic"):
             yield Finding("QK303", "config.json", f"{key} is {declared[key]}, the tensors have {name_list(sorted(found))}")
 
@@ -205,7 +207,7 @@ def _check_weights(loader: Loader, made: dict[str, Any] | None, verdict: Verdict
     verdict.counts["modules"] = len(modules)
     known = loader.names.to_model
     packed = {known[f"{m}.weight"].removesuffix(".weight"): s for m, s in schemes.items() if f"{m}.weight" in known}
-    for names in fused_sets(loader_linears(loader)):
+    for names in fused_sets(loader.linear_names()):
         kinds = {packed.get(name) for name in names}
         if len(kinds) > 1:
             words = [f"{name.rpartition('.')[2]} {packed[name][0].label if name in packed else 'plain'}" for name in names]
@@ -215,24 +217,18 @@ def _check_weights(loader: Loader, made: dict[str, Any] | None, verdict: Verdict
             yield from _check_plain(store, name)
 
 
-def loader_linears(loader: Loader) -> list[str]:
-    """Return the full names of the linear layers of all blocks."""
-    return [f"{loader.block_name(index)}.{name}" for index in range(len(loader.blocks)) for name in loader.linears(index)]
-
-
 def _check_scales(module: str, tensor: QuantTensor) -> Iterator[Finding]:
     scale = tensor.params.get("scale")
-    if scale is None or not scale.is_floating_point():
-        scale = None
-    if scale is not None and not bool(torch.isfinite(scale).all()):
-        yield Finding("QK205", module, f"{int((~torch.isfinite(scale)).sum())} scales")
-        return
-    if scale is not None and tensor.codec.name == "affine":
-        sizes = scale.abs()
-        middle = float(sizes.median())
-        zeros, wild = _dead_groups(tensor), int((sizes > WILD * max(middle, 2.0**-24)).sum())
-        if zeros or wild:
-            yield Finding("QK206", module, f"{zeros} are 0, {wild} are more than {WILD:.0f} times the median {middle:.3g}")
+    if scale is not None and scale.is_floating_point():
+        if not bool(torch.isfinite(scale).all()):
+            yield Finding("QK205", module, f"{int((~torch.isfinite(scale)).sum())} scales")
+            return
+        if tensor.codec.name == "affine":
+            sizes = scale.abs()
+            middle = float(sizes.median())
+            zeros, wild = _dead_groups(tensor), int((sizes > WILD * max(middle, 2.0**-24)).sum())
+            if zeros or wild:
+                yield Finding("QK206", module, f"{zeros} are 0, {wild} are more than {WILD:.0f} times the median {middle:.3g}")
     value = tensor.dequantize()
     if not bool(torch.isfinite(value.sum())):
         yield Finding("QK205", module, "")

@@ -1,38 +1,55 @@
-"""Quality gates: limits on what the evaluator measures, the same for every command that has them."""
+"""What is measured beside a reference, and the limits on it, the same for every command that has them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
 from typing import Any
 
-MEASURED = {"max_ppl_delta": "delta", "max_ppl_ratio": "ratio", "max_kl": "kl_mean", "min_top1": "top1"}
+from quantkit import perplexity
+from quantkit.commands._options import GateOptions
+from quantkit.loader import Loader
+from quantkit.perplexity import Base
+
+WINDOW = 512
+MEASURED = {"--max-ppl-delta": "delta", "--max-ppl-ratio": "ratio", "--max-kl": "kl_mean", "--min-top1": "top1"}
 
 
-@dataclass(frozen=True)
-class Gates:
-    """Limits; None where there is none. Perplexity: difference and ratio to the reference's; KL: mean; top1: a share."""
+class Yardstick:
+    """A reference on some windows of a text, measured once: any number of artifacts are measured beside it."""
 
-    max_ppl_delta: float | None = None
-    max_ppl_ratio: float | None = None
-    max_kl: float | None = None
-    min_top1: float | None = None
+    def __init__(self, loader: Loader, data: str, windows: int, offline: bool) -> None:
+        self.text = perplexity.cut(loader.source.tokenizer(), data, "windows", WINDOW, windows, offline=offline)
+        self.base = Base(loader, perplexity.final_states(loader, self.text))
+        self.plain = perplexity.measure(loader, self.text, self.base.states)
 
-    @property
-    def given(self) -> list[str]:
-        """The flags of the limits that are set."""
-        return ["--" + field.name.replace("_", "-") for field in fields(self) if getattr(self, field.name) is not None]
+    def measure(self, loader: Loader, name: str) -> dict[str, Any]:
+        """Return an artifact's perplexity and its divergence from the reference as plain values."""
+        result = perplexity.measure(loader, self.text, perplexity.final_states(loader, self.text), self.base)
+        document = {"model": name, **result.document(), **compare(result.losses, self.plain.losses)}
+        del document["losses"]
+        return document
 
 
-def judge(result: dict[str, Any], gates: Gates) -> list[str]:
+def compare(losses: tuple[float, ...], base: tuple[float, ...], scored: list[int] | None = None) -> dict[str, float]:
+    """Return ratio and difference of the perplexities, each with its standard error over paired windows."""
+    weights = scored or [1] * len(losses)
+    deltas = [a - b for a, b in zip(losses, base, strict=True)]
+
+    def mean(values: list[float] | tuple[float, ...]) -> float:
+        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+    middle = mean(deltas)
+    error = math.sqrt(sum((d - middle) ** 2 for d in deltas) / max(len(deltas) - 1, 1) / len(deltas))
+    ratio, other = math.exp(middle), math.exp(mean(base))
+    return {"ratio": ratio, "ratio_error": ratio * error, "delta": other * (ratio - 1), "delta_error": other * ratio * error}
+
+
+def judge(result: dict[str, Any], gates: GateOptions) -> list[str]:
     """Return a line for each gate that a result misses, saying by how much."""
     lines = []
-    for name, key in MEASURED.items():
-        limit = getattr(gates, name)
-        if limit is None:
-            continue
-        least = name.startswith("min")
-        short = limit - result[key] if least else result[key] - limit
+    for flag, limit in gates.limits.items():
+        value, least = result[MEASURED[flag]], flag.startswith("--min")
+        short = limit - value if least else value - limit
         if not short <= 0:  # a NaN misses every gate
-            flag = "--" + name.replace("_", "-")
-            lines.append(f"{result['model']} misses {flag} {limit:g}: {result[key]:.6g}, {short:.3g} too {'low' if least else 'high'}")
+            lines.append(f"{result['model']} misses {flag} {limit:g}: {value:.6g}, {short:.3g} too {'low' if least else 'high'}")
     return lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from quantkit.errors import UsageError
@@ -12,6 +12,7 @@ from quantkit.methods._options import option
 FORMATS = ("auto", "gptq", "awq", "compressed-tensors", "naive-quantized", "fp8", "bitsandbytes", "hf")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)", re.IGNORECASE)
+LOG = "Append one JSON event a line to this file: phases, blocks, modules, notices, totals."
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -106,7 +107,7 @@ class RunOptions(OutputOptions, DataOptions):
     dry_run: bool = option(False, "Print the plan and stop.")
     eval: str = option("", "Measure perplexity before and after on this text (a file, or bundled).")
     reference: bool = option(False, "Use the plain PyTorch reference instead of faster kernels.")
-    log_file: str = option("", "Append one JSON event a line to this file: phases, blocks, modules, notices, totals.")
+    log_file: str = option("", LOG)
     time_budget: str | None = option(None, "Stop cleanly after this long, such as 90m; the same command goes on from there.")
     quiet: bool = option(False, "Print nothing for people.", short="-q")
 
@@ -163,7 +164,7 @@ class ExportOptions(DataOptions):
     dry_run: bool = option(False, "Print the types and the exact size, and stop.")
     force: bool = option(False, "Replace an existing output.")
     reference: bool = option(False, "Use the plain PyTorch reference instead of faster kernels.")
-    log_file: str = option("", "Append one JSON event a line to this file: phases, blocks, modules, notices, totals.")
+    log_file: str = option("", LOG)
     quiet: bool = option(False, "Print nothing for people.", short="-q")
     json: bool = option(False, "Print one JSON object on the last line of standard output.")
 
@@ -212,7 +213,23 @@ class DiffOptions:
 
 
 @dataclass(frozen=True)
-class EvalOptions(SourceOptions):
+class GateOptions:
+    """Limits on what is measured beside a reference; None where there is none."""
+
+    max_ppl_delta: float | None = option(None, "Gate: exit 3 if perplexity exceeds the reference's by more.")
+    max_ppl_ratio: float | None = option(None, "Gate: exit 3 if perplexity is more times the reference's.")
+    max_kl: float | None = option(None, "Gate: exit 3 if the mean KL divergence is larger.")
+    min_top1: float | None = option(None, "Gate: exit 3 if the share of equal top tokens is smaller (0 to 1).")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that are set, by flag."""
+        values = {"--" + field.name.replace("_", "-"): getattr(self, field.name) for field in fields(GateOptions)}
+        return {flag: limit for flag, limit in values.items() if limit is not None}
+
+
+@dataclass(frozen=True)
+class EvalOptions(SourceOptions, GateOptions):
     """Options of eval-ppl."""
 
     data: str = option("bundled", "Text to score: a file, a named data set, or bundled.")
@@ -221,30 +238,22 @@ class EvalOptions(SourceOptions):
     window: int = option(0, "Tokens of a window; default 1024, for llama.cpp 512.")
     windows: int = option(40, "How many windows; 0 takes the whole text.")
     stride: int = option(0, "Tokens between the beginnings of windows (protocol stride); default half a window.")
-    max_ppl_delta: float | None = option(None, "Gate: exit 3 if perplexity exceeds the reference's by more.")
-    max_ppl_ratio: float | None = option(None, "Gate: exit 3 if perplexity is more times the reference's.")
-    max_kl: float | None = option(None, "Gate: exit 3 if the mean KL divergence is larger.")
-    min_top1: float | None = option(None, "Gate: exit 3 if the share of equal top tokens is smaller (0 to 1).")
     save_logits: str = option("", "Keep the reference's side in this file, and use it when it is there: it need not be computed again.")
     html: str = option("", "Write a page with the table, and divergence against size.")
     junit: str = option("", "Write a JUnit report, a test case for each gate.")
-    log_file: str = option("", "Append one JSON event a line to this file: phases, blocks, modules, notices, totals.")
+    log_file: str = option("", LOG)
     device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")
     threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
     json: bool = option(False, "Print one JSON object on the last line of standard output.")
 
 
 @dataclass(frozen=True)
-class VerifyOptions:
+class VerifyOptions(GateOptions):
     """Options of verify."""
 
     reference: str | None = option(None, "Measure against this model, for the gates; default: the source named in the manifest.")
     data: str = option("bundled", "Text to measure on: a file, a named data set, or bundled.")
     windows: int = option(8, "How many windows of 512 tokens to measure on.")
-    max_ppl_delta: float | None = option(None, "Gate: exit 3 if perplexity exceeds the reference's by more.")
-    max_ppl_ratio: float | None = option(None, "Gate: exit 3 if perplexity is more times the reference's.")
-    max_kl: float | None = option(None, "Gate: exit 3 if the mean KL divergence is larger.")
-    min_top1: float | None = option(None, "Gate: exit 3 if the share of equal top tokens is smaller (0 to 1).")
     generate: bool = option(True, "Also let it continue a sentence from its packed weights, and show it.")
     strict: bool = option(False, "Warnings fail too.")
     junit: str = option("", "Write a JUnit report, a test case for each check.")
@@ -271,7 +280,7 @@ class RecipeOptions(SourceOptions):
     restart: bool = option(False, "Discard what an unfinished run left.")
     dry_run: bool = option(False, "Print the plans and stop.")
     force: bool = option(False, "Replace existing outputs.")
-    log_file: str = option("", "Append one JSON event a line to this file: phases, blocks, modules, notices, totals.")
+    log_file: str = option("", LOG)
     quiet: bool = option(False, "Print nothing for people.", short="-q")
     json: bool = option(False, "Print one JSON object on the last line of standard output.")
 

@@ -47,6 +47,16 @@ def origin(source: Source) -> dict[str, Any]:
     return {"name": source.name, "revision": source.revision, "sha256": source.fingerprint()}
 
 
+def provenance(command: str, source: Source, asked: Any, **fixed: Any) -> dict[str, Any]:
+    """Return what the manifest of a command with one set of options begins with; `fixed` are the options that a run chose itself."""
+    return {
+        "command": manifest.command_line(source.name, command, asked),
+        "run": manifest.request(command, source.asked, asked, **fixed),
+        "source": origin(source),
+        "versions": versions(),
+    }
+
+
 def summary(verdict: Verdict) -> str:
     """Return what was compared, in words."""
     counts = verdict.counts

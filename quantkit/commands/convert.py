@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from quantkit import __version__, artifact, manifest
+from quantkit import __version__, artifact
 from quantkit.commands._options import ConvertOptions, ToHfOptions
-from quantkit.commands._proof import finish, origin, versions
+from quantkit.commands._proof import finish, provenance
 from quantkit.errors import PlanError
 from quantkit.formats import FORMATS
 from quantkit.loader import Loader
 from quantkit.plan import kept_info, linears_outside
 from quantkit.repack import packer, plan_repack
 from quantkit.report import Eye, mib, print_json
-from quantkit.source import Source, resolve
+from quantkit.source import resolve
 
 
 def to_hf(model: str, output: Path, asked: ToHfOptions) -> None:
@@ -37,22 +37,12 @@ def to_hf(model: str, output: Path, asked: ToHfOptions) -> None:
                 carried = ["README.md" if name == "README.source.md" else name for name in carried]
             for text in notices:
                 eye.notice(text)
-            proven = finish(partial, kept, _body("to-hf", source, asked, []), source, eye)
+            proven = finish(partial, kept, {**provenance("to-hf", source, asked), "modules": []}, source, eye)
         artifact.publish(partial, output)
         eye.totals({"output": str(output)})
     if asked.json:
         document = {"command": "to-hf", "model": model, "output": str(output), "bytes": total, "carried": carried}
         print_json({**document, **proven, "quantized_source": source.quantized})
-
-
-def _body(command: str, source: Source, asked: Any, modules: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "command": manifest.command_line(source.name, command, asked),
-        "run": manifest.request(command, source.asked, asked),
-        "source": origin(source),
-        "versions": versions(),
-        "modules": modules,
-    }
 
 
 def _no_parts(weight: str, name: str, info: object) -> artifact.Piece:
@@ -84,7 +74,7 @@ def convert(model: str, output: Path, asked: ConvertOptions) -> None:
                 eye.notice(text)
             if form.side_config:
                 artifact.write_json(partial / form.side_config, config)
-            body = _body("convert", source, asked, found.notes)
+            body = {**provenance("convert", source, asked), "modules": found.notes}
             proven = finish(partial, {piece.name: piece.info for piece in pieces}, body, source, eye)
         artifact.publish(partial, output)
         eye.totals({"codes": f"of {len(found.notes)} modules are the source's", "output": str(output)})

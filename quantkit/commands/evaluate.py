@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from quantkit import perplexity, report_page
-from quantkit.commands._gates import Gates, judge
+from quantkit.commands._gates import compare, judge
 from quantkit.commands._options import EvalOptions
 from quantkit.errors import GateMissed, UsageError
 from quantkit.formats import _safetensors as st
@@ -42,7 +41,7 @@ def eval_ppl(models: list[str], asked: EvalOptions) -> None:
         if asked.html:
             Path(asked.html).write_text(report_page.page(results, reference, asked.data), encoding="utf-8")
             eye.totals({"report": asked.html})
-        missed = [line for result in results for line in judge(result, _gates(asked))]
+        missed = [line for result in results for line in judge(result, asked)]
         if asked.junit:
             _write_junit(results, asked)
     if asked.json:
@@ -65,24 +64,20 @@ def _check(models: list[str], asked: EvalOptions) -> int:
         raise UsageError(f"--html {asked.html} is there already, and no page. Name another file.")
     if asked.save_logits and not asked.reference:
         raise UsageError("--save-logits keeps the reference's: it needs --reference.")
-    if (needs := _gates(asked).given) and not asked.reference:
+    if (needs := asked.limits) and not asked.reference:
         raise UsageError(f"{', '.join(needs)} needs --reference.")
     if len(set(models)) < len(models):
         raise UsageError("A model is named twice.")
     return window
 
 
-def _gates(asked: EvalOptions) -> Gates:
-    return Gates(asked.max_ppl_delta, asked.max_ppl_ratio, asked.max_kl, asked.min_top1)
-
-
 def _write_junit(results: list[dict[str, Any]], asked: EvalOptions) -> None:
     """Write a test case per model and gate, or per model where there is no gate."""
     cases = []
     for result in results:
-        missed = judge(result, _gates(asked))
+        missed = judge(result, asked)
         remark = f"perplexity {result['perplexity']:.4f}" + (f", KL {result['kl_mean']:.5f}" if "kl_mean" in result else "")
-        for flag in _gates(asked).given or ["perplexity"]:
+        for flag in asked.limits or ["perplexity"]:
             cases.append(Case(f"{result['model']} {flag}", next((line for line in missed if f"misses {flag} " in line), ""), remark))
     write(Path(asked.junit), "quantkit eval-ppl", cases)
 
@@ -142,20 +137,6 @@ def _measure(
 
 def _bytes(source: Source) -> int:
     return sum(path.stat().st_size for path in source.store.files())
-
-
-def compare(losses: tuple[float, ...], base: tuple[float, ...], scored: list[int] | None = None) -> dict[str, float]:
-    """Return ratio and difference of the perplexities, each with its standard error over paired windows."""
-    weights = scored or [1] * len(losses)
-    deltas = [a - b for a, b in zip(losses, base, strict=True)]
-
-    def mean(values: list[float] | tuple[float, ...]) -> float:
-        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-
-    middle = mean(deltas)
-    error = math.sqrt(sum((d - middle) ** 2 for d in deltas) / max(len(deltas) - 1, 1) / len(deltas))
-    ratio, other = math.exp(middle), math.exp(mean(base))
-    return {"ratio": ratio, "ratio_error": ratio * error, "delta": other * (ratio - 1), "delta_error": other * ratio * error}
 
 
 def _document(results: list[dict[str, Any]], reference: dict[str, Any] | None, asked: EvalOptions) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from quantkit import artifact, corpus, export, importance, manifest, memory
+from quantkit import artifact, corpus, export, importance, memory
 from quantkit.backends import Backend
 from quantkit.calibrate import record
 from quantkit.codecs import CODECS, GGML_TYPES
 from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import DataOptions, ExportOptions, ImatrixOptions
-from quantkit.commands._proof import finish, origin, versions
+from quantkit.commands._proof import finish, provenance
 from quantkit.energy import watch_blocks
 from quantkit.errors import PlanError, StrictError, UsageError, name_list
 from quantkit.export import ExportPlan
@@ -40,7 +40,7 @@ def export_gguf(model: str, asked: ExportOptions, source: Source | None = None) 
     source = source or resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
     output = Path(asked.output or f"{source.name}-{policy.name}.gguf")
     artifact.require_apart(output, source)
-    gguf_write.check_output(output, source.gguf_file, asked.force)
+    gguf_write.check_output(output, asked.force)
     refusal = PlanError(
         f"{model} is already quantized ({source.scheme}). Start from the original, or insist with --allow-requantize; "
         "--type F16 or BF16 decodes it; symmetric groups of 32 with 4 or 8 bits go into Q4_0 or Q8_0 as they are."
@@ -98,11 +98,8 @@ def _write(plan: ExportPlan, writer: Any, output: Path, asked: ExportOptions, ey
     proven: dict[str, Any] = {}
     source, matrix = plan.source, plan.importance
     body: dict[str, Any] = {
-        "command": manifest.command_line(source.name, "export-gguf", asked),
-        "run": manifest.request("export-gguf", source.asked, asked, threads=threads),
-        "source": origin(source),
+        **provenance("export-gguf", source, asked, threads=threads),
         "importance": None if matrix is None else {"chunks": matrix.chunks, "chunk": matrix.chunk, "data": matrix.datasets},
-        "versions": versions(),
         "modules": [],
     }
 
@@ -174,7 +171,7 @@ def imatrix(model: str, asked: ImatrixOptions) -> None:
     source = resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
     output = Path(asked.output or f"{source.name}-imatrix.gguf")
     artifact.require_apart(output, source)
-    gguf_write.check_output(output, None, asked.force)
+    gguf_write.check_output(output, asked.force)
     others = [importance.load(Path(path)) for path in asked.merge]
     with Eye(asked.quiet) as eye:
         matrix = compute(source, asked, asked.device, asked.batch, eye)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,10 @@ from quantkit.commands._options import ConvertOptions, ExportOptions, ReproduceO
 from quantkit.commands._proof import versions
 from quantkit.commands.verify import find_source
 from quantkit.errors import SourceError, UsageError, VerifyError, name_list
-from quantkit.methods import OPTIONS
+from quantkit.methods import OPTIONS, options_of
+from quantkit.recipe import build
 from quantkit.report import Eye, print_json
-from quantkit.source import resolve
+from quantkit.source import Source, resolve
 
 
 def reproduce(given: str, asked: ReproduceOptions) -> None:
@@ -34,13 +33,11 @@ def reproduce(given: str, asked: ReproduceOptions) -> None:
         for line in _other_versions(made):
             eye.notice(line)
         again = Path(asked.output) if asked.output else Path(scratch) / _name(where)
-        _run(made["run"], model, again, asked)
+        _run(made["run"], model, source, again, asked)
         second = manifest.read(manifest.path_of(again))
         differ, tensors = _compare(made, second)
-        same = len(made["files"]) - len(differ)
-        eye.totals(
-            {"identical": f"{same} of {len(made['files'])} files, {len(made['tensors']) - len(tensors)} of {len(made['tensors'])} tensors"}
-        )
+        files, held = len(made["files"]), len(made["tensors"])
+        eye.totals({"identical": f"{files - len(differ)} of {files} files, {held - len(tensors)} of {held} tensors"})
     if asked.json:
         print_json({"command": "reproduce", "manifest": str(where), "identical": not differ, "files": len(made["files"]), "differ": differ,
                     "tensors_differ": tensors})  # fmt: skip
@@ -68,7 +65,7 @@ def _other_versions(made: dict[str, Any]) -> list[str]:
     return [f"{name} was {then[name]}, now {now[name]}: bytes may differ" for name in then if now.get(name) != then[name]]
 
 
-def _run(run: dict[str, Any], model: str, output: Path, asked: ReproduceOptions) -> None:
+def _run(run: dict[str, Any], model: str, source: Source, output: Path, asked: ReproduceOptions) -> None:
     command, given = str(run["command"]), dict(run["options"])
     given |= {"threads": asked.threads} if asked.threads and "threads" in given else {}
     given |= {"offline": True} if asked.offline and "offline" in given else {}
@@ -76,22 +73,15 @@ def _run(run: dict[str, Any], model: str, output: Path, asked: ReproduceOptions)
     if "calibration" in given and "/" in str(given["calibration"]) and not Path(str(given["calibration"])).expanduser().is_file():
         raise UsageError(f"The calibration text '{given['calibration']}' is not here. Say where it is with --calibration.")
     if command in OPTIONS:
-        module, _, attribute = OPTIONS[command].partition(":")
-        options = _build(getattr(import_module(module), attribute), given)
-        quantize.run(command, model, options, _build(RunOptions, {**given, "output": str(output)}))
+        quantize.run(command, model, build(options_of(command), given), build(RunOptions, given, output=str(output)), source)
     elif command == "export-gguf":
-        export.export_gguf(model, _build(ExportOptions, {**given, "output": str(output)}))
+        export.export_gguf(model, build(ExportOptions, given, output=str(output)), source)
     elif command == "to-hf":
-        convert.to_hf(model, output, _build(ToHfOptions, given))
+        convert.to_hf(model, output, build(ToHfOptions, given))
     elif command == "convert":
-        convert.convert(model, output, _build(ConvertOptions, given))
+        convert.convert(model, output, build(ConvertOptions, given))
     else:
         raise SourceError(f"The manifest was made by '{command}', which this quantkit does not know.")
-
-
-def _build(cls: Any, given: dict[str, Any]) -> Any:
-    names = {field.name for field in dataclasses.fields(cls)}
-    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name in names})
 
 
 def _compare(first: dict[str, Any], second: dict[str, Any]) -> tuple[list[str], list[str]]:

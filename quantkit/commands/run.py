@@ -5,26 +5,22 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantkit import memory, perplexity, recipe
+from quantkit import memory, recipe
 from quantkit.commands import export, quantize
-from quantkit.commands._gates import Gates, judge
-from quantkit.commands._options import ExportOptions, RecipeOptions, RunOptions
-from quantkit.commands.evaluate import compare
+from quantkit.commands._gates import Yardstick, judge
+from quantkit.commands._options import ExportOptions, GateOptions, RecipeOptions, RunOptions
 from quantkit.errors import GateMissed, PlanError
 from quantkit.loader import Loader, pick_device
-from quantkit.methods import OPTIONS
-from quantkit.perplexity import Base
+from quantkit.methods import options_of
 from quantkit.recipe import Output, Recipe
 from quantkit.report import Eye, print_json
 from quantkit.source import Source, resolve
 
-WINDOW = 512
 WINDOWS = 8
 HANDED_ON = (
     "offline", "revision", "trust_remote_code", "force", "restart", "dry_run", "quiet", "threads", "device", "allow_requantize", "log_file",
@@ -83,8 +79,7 @@ def _make(one: Output, source: Source, model: str, folder: Path, asked: RecipeOp
     if one.command == "export-gguf":
         document = export.export_gguf(model, recipe.build(ExportOptions, one.given, **more), source)
     else:
-        module, _, attribute = OPTIONS[one.command].partition(":")
-        options = recipe.build(getattr(import_module(module), attribute), one.given)
+        options = recipe.build(options_of(one.command), one.given)
         document = quantize.run(one.command, model, options, recipe.build(RunOptions, one.given, **more), source)
     memory.trim()
     return Made(one, path, document)
@@ -92,24 +87,19 @@ def _make(one: Output, source: Source, model: str, folder: Path, asked: RecipeOp
 
 def _measure(found: Recipe, source: Source, made: list[Made], asked: RecipeOptions, eye: Eye) -> tuple[list[dict[str, Any]], list[str]]:
     """Return what each output measures beside the source, and the lines of the gates that are missed."""
-    limits = Gates(**{key: value for key, value in found.gates.items() if key not in ("data", "windows")})
+    limits = GateOptions(**{key: value for key, value in found.gates.items() if key not in ("data", "windows")})
     data, windows = str(found.gates.get("data", "bundled")), int(found.gates.get("windows", WINDOWS))
     device = pick_device(asked.device)
-    loader = Loader(source, device)
-    text = perplexity.cut(source.tokenizer(), data, "windows", WINDOW, windows, offline=asked.offline)
     eye.phase(f"measuring {source.name} on {data}")
-    base = Base(loader, perplexity.final_states(loader, text))
-    plain = perplexity.measure(loader, text, base.states)
+    yardstick = Yardstick(Loader(source, device), data, windows, asked.offline)
     results, missed = [], []
     for one in made:
         eye.phase(f"measuring {one.path.name}")
-        other = Loader(resolve(str(one.path), None, asked.offline, asked.trust_remote_code), device)
-        result = perplexity.measure(other, text, perplexity.final_states(other, text), base)
-        row = {"model": one.path.name, **result.document(), **compare(result.losses, plain.losses)}
-        row.pop("losses")
+        row = yardstick.measure(Loader(resolve(str(one.path), None, asked.offline, asked.trust_remote_code), device), one.path.name)
         missed += judge(row, limits)
         results.append(row)
-        eye.totals({one.path.name: f"perplexity {plain.perplexity:.4f} -> {row['perplexity']:.4f}, mean KL {row['kl_mean']:.5f}"})
+        before, after = yardstick.plain.perplexity, row["perplexity"]
+        eye.totals({one.path.name: f"perplexity {before:.4f} -> {after:.4f}, mean KL {row['kl_mean']:.5f}"})
     return results, missed
 
 

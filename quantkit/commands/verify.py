@@ -7,23 +7,20 @@ from typing import Any
 
 import torch
 
-from quantkit import junit, manifest, perplexity
-from quantkit.commands._gates import Gates, judge
+from quantkit import junit, manifest
+from quantkit.commands._gates import Yardstick, judge
 from quantkit.commands._options import VerifyOptions
 from quantkit.commands._proof import finding_row, summary
-from quantkit.commands.evaluate import compare
 from quantkit.errors import GateMissed, PlanError, SourceError, UsageError, VerifyError
 from quantkit.findings import Finding, Verdict
 from quantkit.infer.decode import Engine, Request
 from quantkit.infer.model import Runner
 from quantkit.infer.sampling import Sampling
 from quantkit.loader import Loader, pick_device
-from quantkit.perplexity import Base
 from quantkit.report import Eye, print_json
 from quantkit.source import BUILT_IN, HUB_ID, resolve
 from quantkit.verify import verify
 
-WINDOW = 512
 BEGINNING = "The sun rises in the east and"
 WORDS = 12
 ROOM = 0.4  # of what is free: how large an artifact may be to run from memory
@@ -33,12 +30,11 @@ def run(artifact: str, asked: VerifyOptions) -> None:
     """Verify, print what was found, and exit 1 for errors, 3 for a missed gate."""
     path = Path(artifact).expanduser()
     torch.set_num_threads(asked.threads or torch.get_num_threads())
-    gates = Gates(asked.max_ppl_delta, asked.max_ppl_ratio, asked.max_kl, asked.min_top1)
     with Eye() as eye:
         verdict = verify(path, asked.trust_remote_code)
         sound = not verdict.of("error")
         said = _say(path, asked) if sound and asked.generate else ""
-        measured = _measure(path, gates, asked, eye, verdict) if gates.given and sound else None
+        measured = _measure(path, asked, eye, verdict) if asked.limits and sound else None
         for finding in verdict.findings:
             eye.finding(finding.level, finding.line())
         if said:
@@ -88,7 +84,7 @@ def find_source(made: dict[str, Any], beside: Path) -> str:
     raise UsageError(f"The manifest names '{given}', which is not here. Say where the source is (--model or --reference).")
 
 
-def _measure(path: Path, gates: Gates, asked: VerifyOptions, eye: Eye, verdict: Verdict) -> dict[str, Any]:
+def _measure(path: Path, asked: VerifyOptions, eye: Eye, verdict: Verdict) -> dict[str, Any]:
     """Measure the artifact beside its reference and add a finding for each missed gate."""
     reference = asked.reference
     if reference is None:
@@ -98,16 +94,12 @@ def _measure(path: Path, gates: Gates, asked: VerifyOptions, eye: Eye, verdict: 
         reference = find_source(manifest.read(where), path)
     device = pick_device(asked.device)
     first, second = (Loader(resolve(str(m), None, asked.offline, asked.trust_remote_code), device) for m in (reference, path))
-    text = perplexity.cut(first.source.tokenizer(), asked.data, "windows", WINDOW, asked.windows, offline=asked.offline)
     eye.phase(f"measuring {reference}, then {path.name}")
-    base = Base(first, perplexity.final_states(first, text))
-    plain = perplexity.measure(first, text, base.states)
-    result = perplexity.measure(second, text, perplexity.final_states(second, text), base)
-    document = {"model": str(path), **result.document(), **compare(result.losses, plain.losses)}
-    eye.totals({"perplexity": f"{plain.perplexity:.4f} -> {result.perplexity:.4f}", "KL divergence": f"mean {document['kl_mean']:.5f}"})
-    missed = judge(document, gates)
-    verdict.checks["gates"] = [Finding("QK601", path.name, line) for line in missed]
-    document.pop("losses")
+    yardstick = Yardstick(first, asked.data, asked.windows, asked.offline)
+    document = yardstick.measure(second, str(path))
+    before, after = yardstick.plain.perplexity, document["perplexity"]
+    eye.totals({"perplexity": f"{before:.4f} -> {after:.4f}", "KL divergence": f"mean {document['kl_mean']:.5f}"})
+    verdict.checks["gates"] = [Finding("QK601", path.name, line) for line in judge(document, asked)]
     return document
 
 

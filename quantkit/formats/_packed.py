@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit.codecs._activations import Activation
 from quantkit.errors import SourceError
-from quantkit.foreign import reason
+from quantkit.foreign import foreign
 from quantkit.formats import _safetensors as st
 from quantkit.formats._safetensors import TensorInfo
 from quantkit.formats.store import TensorStore
@@ -54,10 +54,8 @@ class PackedStore(ABC):
     @contextmanager
     def fitting(self, module: str) -> Iterator[None]:
         """Turn what torch says of tensors that do not fit each other into a SourceError that names the module."""
-        try:
+        with foreign(f"{module}: its packed tensors do not fit each other", "The checkpoint is damaged."):
             yield
-        except (RuntimeError, IndexError, ValueError, KeyError, TypeError, ArithmeticError) as error:
-            raise SourceError(f"{module}: its packed tensors do not fit each other ({reason(error)}). The checkpoint is damaged.") from None
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return (out, in) of a packed module, from headers alone."""

@@ -34,10 +34,8 @@ def make_writer(arch: str, choices: list[Choice], type_ids: dict[str, int], spli
     return writer
 
 
-def check_output(output: Path, source: Path | None, force: bool) -> None:
-    """Refuse an output that is the source, exists already, or has no folder."""
-    if source is not None and output.exists() and output.samefile(source):
-        raise OutputError(f"{output} is the source itself. Choose another --output.")
+def check_output(output: Path, force: bool) -> None:
+    """Refuse an output that exists already, or has no folder."""
     if output.exists() and not force:
         raise OutputError(f"{output} exists already. Choose another --output, or replace it with --force.")
     if not output.resolve().parent.is_dir():

@@ -1,5 +1,8 @@
 """Algorithms: how values are chosen. A solver turns one weight into codes; a transform edits float weights first."""
 
+from importlib import import_module
+from typing import Any
+
 from quantkit.registry import Row, Table
 
 METHODS = Table(
@@ -21,3 +24,9 @@ OPTIONS = {
     "smoothquant": "quantkit.methods._options:SmoothQuantOptions",
     "rtn": "quantkit.methods._options:RtnOptions",
 }
+
+
+def options_of(method: str) -> Any:
+    """Return the class of a method's options; nothing else of the method is imported."""
+    module, _, attribute = OPTIONS[method].partition(":")
+    return getattr(import_module(module), attribute)
