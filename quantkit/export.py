@@ -22,7 +22,7 @@ from quantkit.codecs import CODECS, GGML_TYPES, rounded
 from quantkit.codecs.affine import Affine
 from quantkit.errors import PlanError, SourceError, StrictError, name_list
 from quantkit.families import GgufFamily, gguf_family
-from quantkit.foreign import foreign, read_json
+from quantkit.foreign import bounded, foreign, read_json
 from quantkit.formats import gguf, gguf_keys, gguf_vocab, gguf_write
 from quantkit.formats._gguf import add_key
 from quantkit.formats._packed import PackedStore
@@ -171,7 +171,7 @@ def _add_general(writer: Any, source: Source, notices: list[str]) -> None:
 
     total, shared, experts, count = writer.get_total_parameter_count()
     try:
-        with foreign("README.md's front matter is not used"):
+        with foreign("README.md's front matter is not used"), bounded():
             metadata = package.Metadata.load(None, source.folder, None, total)
             for field in fields(metadata):
                 if not _is_plain(getattr(metadata, field.name)):

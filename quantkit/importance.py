@@ -23,6 +23,7 @@ from quantkit.formats._gguf import read_header
 from quantkit.mixture import order
 
 SUMS, COUNTS = ".in_sum2", ".counts"
+DAT_MOST = 2**31 - 1  # calls of an entry in the older layout
 MAX_NAME = 127
 DAT_CHUNK = 512
 MOST = 2**31 - 1
@@ -202,6 +203,8 @@ def _dat_bytes(matrix: Importance) -> bytes:
     parts = [struct.pack("<i", len(entries))]
     for name, entry in entries.items():
         calls = -(-int(entry.counts.max()) // matrix.chunk)
+        if calls > DAT_MOST:
+            raise SourceError(f"'{name}' was seen {calls} times, more than the older layout can say. Save it as .gguf.")
         values = torch.cat([entry.weights(i) for i in range(len(entry.counts))]) * calls
         raw = name.encode()
         parts += [struct.pack("<i", len(raw)), raw, struct.pack("<ii", calls, values.numel()), values.numpy().tobytes()]

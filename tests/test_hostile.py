@@ -192,6 +192,12 @@ def test_front_matter_that_is_no_yaml_does_not_stop_an_export(llama: Path, tmp_p
     assert run_cli("export-gguf", llama, "-o", tmp_path / "n.gguf", "--type", "F16")[0] == 0
 
 
+def test_counts_that_the_older_layout_cannot_say(tmp_path: Path) -> None:
+    entry = importance.Entry(torch.ones(1, 32), torch.tensor([2.0**40]))
+    with pytest.raises(SourceError, match=r"'w' was seen 1099511627776 times.*\.gguf"):
+        importance.save(importance.Importance({"w": entry}, 1, 1, ["text"], "test"), tmp_path / "m.dat")
+
+
 def test_a_file_that_vanishes_and_a_folder_without_rights(
     llama: Path, tmp_path: Path, run_cli: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
