@@ -183,8 +183,8 @@ def write_side_files(loader: Loader, partial: Path, quantization: dict[str, Any]
             GenerationConfig.from_model_config(source.config()).save_pretrained(str(partial))
         source.tokenizer().save_pretrained(str(partial))
         gguf_vocab.save_extras(source.store.header, partial)  # type: ignore[attr-defined]
-    elif (source.folder / "README.md").is_file():
-        shutil.copyfile(source.folder / "README.md", partial / "README.source.md")
+    elif source.page is not None:
+        shutil.copyfile(source.page, partial / "README.source.md")
         carried.append("README.source.md")
     write_json(partial / "config.json", config)
     if left := source.left_out():

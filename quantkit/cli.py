@@ -30,7 +30,9 @@ from quantkit.commands._options import (
     ImatrixOptions,
     InspectOptions,
     ListOptions,
+    PlanOptions,
     RecipeOptions,
+    ReportOptions,
     ReproduceOptions,
     RunOptions,
     ToHfOptions,
@@ -63,12 +65,10 @@ def flags(*classes: type) -> Callable[[Callable[..., None]], Callable[..., None]
         parameters = own + [p for cls in classes for p in _parameters(cls)]
 
         def wrapper(**given: Any) -> None:
-            made = {}
-            for slot, cls in zip(_slots(classes), classes, strict=True):
-                values = {f.name: given.pop(f.name) for f in dataclasses.fields(cls)}
-                made[slot] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            made = {slot: _instance(cls, given) for slot, cls in zip(_slots(classes), classes, strict=True)}
+            names = {field.name for cls in classes for field in dataclasses.fields(cls)}
             try:
-                command(**given, **made)
+                command(**{name: value for name, value in given.items() if name not in names}, **made)
             except KeyboardInterrupt:  # here, because typer would turn it into an exit of its own
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one changes nothing: it is ending
                 raise Interrupted("interrupted; the same command resumes where it stopped") from None
@@ -79,6 +79,12 @@ def flags(*classes: type) -> Callable[[Callable[..., None]], Callable[..., None]
         return wrapper
 
     return decorate
+
+
+def _instance(cls: Any, given: dict[str, Any]) -> Any:
+    """Return the options of a class from the values of its flags."""
+    values = {field.name: given[field.name] for field in dataclasses.fields(cls)}
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def _slots(classes: tuple[type, ...]) -> list[str]:
@@ -126,6 +132,27 @@ def _add_method(name: str, summary: str) -> None:
 
 for _row in METHODS:
     _add_method(_row.name, _row.summary[0].upper() + _row.summary[1:])
+
+
+@app.command(
+    "plan",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="MODEL [OPTIONS] [OPTIONS OF THE METHOD]",
+)
+@flags(PlanOptions)
+def plan(context: typer.Context, asked: PlanOptions) -> None:
+    """Say what a run will give and take, before any work: size, memory, disk, time, runtimes, and the cache when it is served.
+
+    The cache of keys and values takes 2 x layers x key-value heads x head size x tokens x bytes for each sequence; a layer with a sliding
+    window holds at most its window.
+    """
+    group: Any = typer.main.get_command(app)
+    words = group.commands[asked.method].make_context(f"quantkit plan --method {asked.method}", context.args).params
+    classes = (ExportOptions,) if asked.method == "export-gguf" else (options_of(asked.method), RunOptions)
+    made = [_instance(cls, words) for cls in classes]
+    from quantkit.commands import plan as module
+
+    module.plan(asked.method, words["model"], made[0], made[-1], asked)
 
 
 @app.command("run")
@@ -206,6 +233,18 @@ def verify(
     from quantkit.commands import verify as module
 
     module.run(artifact, asked)
+
+
+@app.command("report")
+@flags(ReportOptions)
+def report(
+    artifact: Annotated[str, typer.Argument(help="Folder or .gguf file.", show_default=False)],
+    asked: ReportOptions,
+) -> None:
+    """Show where an artifact's errors and bits are and what it measures beside its source, as one page on request."""
+    from quantkit.commands import report as module
+
+    module.report(artifact, asked)
 
 
 @app.command("reproduce")

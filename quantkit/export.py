@@ -37,6 +37,7 @@ from quantkit.source import Source
 CHUNK = 1 << 16
 RUN = 1 << 24  # elements written at a time
 HALF_MAX = 65504.0
+FRONT_MATTER_SECONDS = 0.8
 EXACT = {"Q4_0": 4, "Q8_0": 8}  # types whose blocks are groups of 32 integers with a float16 scale
 TYPE_IDS = {name: int(CODECS[name].type_id) for name in GGML_TYPES}
 # Below this no scale of a block comes near the largest float16, whatever the search.
@@ -171,7 +172,9 @@ def _add_general(writer: Any, source: Source, notices: list[str]) -> None:
 
     total, shared, experts, count = writer.get_total_parameter_count()
     try:
-        with foreign("README.md's front matter is not used"), bounded():
+        with foreign("README.md's front matter is not used"), bounded(FRONT_MATTER_SECONDS):
+            if source.page is None and (source.folder / "README.md").exists():
+                raise SourceError("README.md leads out of the folder: it is not used.")
             metadata = package.Metadata.load(None, source.folder, None, total)
             for field in fields(metadata):
                 if not _is_plain(getattr(metadata, field.name)):

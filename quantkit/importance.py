@@ -200,6 +200,8 @@ def _save_gguf(matrix: Importance, path: Path) -> None:
 
 def _dat_bytes(matrix: Importance) -> bytes:
     entries = {name: entry for name, entry in sorted(matrix.entries.items()) if bool(entry.counts.any())}
+    if matrix.chunks > DAT_MOST:
+        raise SourceError(f"The matrix was made from {matrix.chunks} chunks, more than the older layout can say. Save it as .gguf.")
     parts = [struct.pack("<i", len(entries))]
     for name, entry in entries.items():
         calls = -(-int(entry.counts.max()) // matrix.chunk)

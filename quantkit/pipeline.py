@@ -82,7 +82,7 @@ def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, pas
     for index in range(journal.done, len(loader.blocks)):
         events.block(index, len(loader.blocks))
         loader.materialize(loader.block_names(index))
-        view = view_block(loader, recording, index) if recording else _bare_view(loader, index)
+        view = view_block(loader, recording, index) if recording else bare_view(loader, index)
         tensors: dict[str, Tensor] = {}
         notes: list[dict[str, Any]] = []
         folds = _scale(loader, plan, recording, passes.scaler, view) if recording and passes.scaler else Folds()
@@ -90,7 +90,7 @@ def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, pas
         inputs = _round_inputs(loader, plan, index)
         with closing(passes.schedule(view, states, exact, loader.device)) as groups:  # type: ignore[type-var]
             for group, stats in groups:
-                _solve_group(loader, _rows_of(plan, view, group.names), stats, passes.solver, form, tensors, notes, events)
+                _solve_group(loader, rows_of(plan, view, group.names), stats, passes.solver, form, tensors, notes, events)
                 for note in notes[-len(group.names) :]:
                     if (
                         note["module"] in inputs
@@ -141,7 +141,8 @@ def _scale(loader: Loader, plan: Plan, recording: Recording, scaler: Any, view: 
     return Folds([f"{view.name}.{name}" for name in folds.changed], folds.notes)
 
 
-def _bare_view(loader: Loader, index: int) -> BlockView:
+def bare_view(loader: Loader, index: int) -> BlockView:
+    """Return the view of a loaded block for a run without data: each linear by itself, or with those that runtimes fuse it with."""
     names = list(loader.linears(index))
     groups = {name: InputGroup((name,), 0) for name in names}
     for fused in fused_sets(names):
@@ -151,7 +152,8 @@ def _bare_view(loader: Loader, index: int) -> BlockView:
     )
 
 
-def _rows_of(plan: Plan, view: BlockView, names: tuple[str, ...]) -> list[PlanRow]:
+def rows_of(plan: Plan, view: BlockView, names: tuple[str, ...]) -> list[PlanRow]:
+    """Return the packed rows of a group's linears."""
     wanted = {f"{view.name}.{name}" for name in names}
     return [row for row in plan.packed if row.module in wanted]
 

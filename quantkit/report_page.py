@@ -7,10 +7,23 @@ from html import escape
 from typing import Any
 
 WIDTH, HEIGHT, MARGIN = 640, 360, 56
+# Colours are variables, so that one rule turns the page dark; the heat of a cell mixes the accent into the background.
 STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:62em;margin:2em auto;padding:0 1em}table{border-collapse:collapse}"
-    "td,th{padding:.3em .8em;text-align:right;border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}"
-    "svg text{font-size:12px}circle{fill:#2457a7}"
+    ":root{color-scheme:light dark;--text:#1c2430;--soft:#5a6675;--line:#d8dee6;--back:#fff;--tile:#f3f6fa;--accent:#2457a7;--hot:#e4803b}"
+    "@media(prefers-color-scheme:dark){:root{--text:#e4e9f0;--soft:#9aa7b6;--line:#36404d;--back:#12171e;--tile:#1c242e;--accent:#7fb0ff;"
+    "--hot:#b3541c}}"
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:64em;margin:2em auto;padding:0 1em;color:var(--text);background:var(--back)}"
+    "h1{font-size:1.5em;overflow-wrap:anywhere}h2{font-size:1.15em;margin-top:2em}p{color:var(--soft)}"
+    "pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--tile);padding:.7em 1em;border-radius:6px}"
+    "table{border-collapse:collapse}td,th{padding:.3em .8em;text-align:right;border-bottom:1px solid var(--line);font-weight:normal}"
+    "th{color:var(--soft)}td:first-child,th:first-child{text-align:left}.wide{overflow-x:auto}"
+    ".facts td,.facts th{text-align:left;vertical-align:top;overflow-wrap:anywhere}.facts th{white-space:nowrap}"
+    ".heat td{text-align:center;font-size:12px;padding:.25em .5em;background:color-mix(in srgb,var(--hot) var(--heat,0%),var(--back))}"
+    ".tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5em,1fr));gap:.8em;margin:1.2em 0}"
+    ".tiles div{background:var(--tile);padding:.6em .9em;border-radius:6px}dt{color:var(--soft);font-size:13px}dd{margin:0;font-size:1.1em}"
+    "svg{max-width:100%;height:auto}.wide svg{max-width:none}"
+    ".wide td:not(.facts td){white-space:nowrap}svg text{font-size:12px;fill:var(--soft)}svg line{stroke:var(--line)}"
+    "circle,rect{fill:var(--accent)}"
 )
 
 
@@ -21,14 +34,15 @@ def page(results: list[dict[str, Any]], reference: dict[str, Any] | None, data: 
     first = results[0]
     how = f"{first['windows']} windows of {first['window']} tokens, protocol {first['protocol']}, {first['scored']} tokens scored"
     return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>quantkit eval-ppl</title><style>{STYLE}</style>"
+        '<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">'
+        f"<title>quantkit eval-ppl</title><style>{STYLE}</style>"
         f"<h1>Perplexity on {escape(data)}</h1><p>{how}.</p>{_table(rows)}{plot}</html>\n"
     )
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
     heads = "".join(f"<th>{head}" for head in ("model", "MiB", "perplexity", "ratio", "KL mean", "KL 99.9 %", "same top token"))
-    return f"<table><tr>{heads}" + "".join(f"<tr>{_cells(row)}" for row in rows) + "</table>"
+    return f"<div class=wide><table><tr>{heads}" + "".join(f"<tr>{_cells(row)}" for row in rows) + "</table></div>"
 
 
 def _cells(row: dict[str, Any]) -> str:
@@ -54,7 +68,7 @@ def _plot(results: list[dict[str, Any]]) -> str:
         return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * (level - bottom) / high
 
     grid = "".join(
-        f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{y(k):.1f}" y2="{y(k):.1f}" stroke="#ddd"/>'
+        f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{y(k):.1f}" y2="{y(k):.1f}"/>'
         f'<text x="{MARGIN - 8}" y="{y(k) + 4:.1f}" text-anchor="end">1e{k}</text>'
         for k in range(bottom, bottom + high + 1)
     )
@@ -69,3 +83,17 @@ def _plot(results: list[dict[str, Any]]) -> str:
     names = f'<text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">MiB</text><text x="8" y="24">mean KL divergence (nats)</text>'
     label = "divergence against size"
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="{label}">{grid}{ticks}{names}{points}</svg>'
+
+
+def bar_chart(bars: list[tuple[str, float]], label: str) -> str:
+    """Return an SVG of (name, height) bars, each with its number above it."""
+    wide = max(WIDTH, 30 * len(bars))
+    step, most, room = (wide - 16) / len(bars), max(height for _, height in bars) or 1.0, 130
+    drawn = "".join(
+        f'<rect x="{8 + i * step + 2:.1f}" y="{20 + room * (1 - height / most):.1f}" width="{step - 4:.1f}" '
+        f'height="{room * height / most:.1f}"/>'
+        f'<text x="{8 + (i + 0.5) * step:.1f}" y="{14 + room * (1 - height / most):.1f}" text-anchor="middle">{height:.3g}</text>'
+        f'<text x="{8 + (i + 0.5) * step:.1f}" y="{room + 38}" text-anchor="middle">{escape(name)}</text>'
+        for i, (name, height) in enumerate(bars)
+    )
+    return f'<svg viewBox="0 0 {wide} {room + 46}" width="{wide}" role="img" aria-label="{escape(label)}">{drawn}</svg>'

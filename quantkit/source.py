@@ -105,6 +105,11 @@ class Source:
         """Return what an output cannot carry over: links that lead elsewhere or nowhere, pipes."""
         return [path for path in self._others() if not self._is_own(path)]
 
+    @property
+    def page(self) -> Path | None:
+        """The model's README.md, if it has one that lies in its folder."""
+        return self.folder / "README.md" if self.gguf_file is None and self._is_own(Path("README.md")) else None
+
     def _is_own(self, path: Path) -> bool:
         return (self.folder / path).is_file() and is_inside(self.folder / path, self.folder)
 

@@ -192,6 +192,31 @@ def test_front_matter_that_is_no_yaml_does_not_stop_an_export(llama: Path, tmp_p
     assert run_cli("export-gguf", llama, "-o", tmp_path / "n.gguf", "--type", "F16")[0] == 0
 
 
+def test_a_model_card_that_is_a_link_out_of_the_folder_is_not_read(llama: Path, tmp_path: Path, run_cli: Run) -> None:
+    (tmp_path / "secret.md").write_text("---\nlicense: secret\n---\nsecret\n")
+    (llama / "README.md").symlink_to(tmp_path / "secret.md")
+    code, _, err = run_cli("export-gguf", llama, "-o", tmp_path / "m.gguf", "--type", "F16")
+    assert code == 0 and "README.md leads out of the folder" in err
+    assert b"secret" not in (tmp_path / "m.gguf").read_bytes()
+    assert run_cli("rtn", llama, "-o", tmp_path / "out", "-q")[0] == 0
+    assert not any("secret" in path.read_text() for path in (tmp_path / "out").glob("README*"))
+
+
+@pytest.mark.parametrize("changes", [{"num_local_experts": "x"}, {"head_dim": "x"}, {"head_dim": -16}])
+def test_an_export_does_not_believe_the_configuration(changes: dict[str, Any], llama: Path, tmp_path: Path, run_cli: Run) -> None:
+    edit_json(llama / "config.json", **changes)
+    code, _, err = run_cli("export-gguf", llama, "-o", tmp_path / "m.gguf", "--type", "F16")
+    assert code == 1 and len(err.strip().splitlines()[-1]) < 300 and "config" in err
+
+
+def test_an_embedding_of_one_row_is_refused(llama: Path, tmp_path: Path, run_cli: Run) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].reshape(-1)
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    code, _, err = run_cli("export-gguf", llama, "-o", tmp_path / "m.gguf", "--type", "F16")
+    assert code == 1 and "embed_tokens" in err
+
+
 def test_counts_that_the_older_layout_cannot_say(tmp_path: Path) -> None:
     entry = importance.Entry(torch.ones(1, 32), torch.tensor([2.0**40]))
     with pytest.raises(SourceError, match=r"'w' was seen 1099511627776 times.*\.gguf"):

@@ -22,8 +22,21 @@ LAYERS = [
     {"formats", "source", "loader", "corpus", "mixture"},
     {"selfwritten", "plan", "importance", "recipe"},
     {"calibrate", "journal", "folds", "infer"},
-    {"artifact", "pipeline", "manifest", "trial", "verify", "perplexity", "energy", "export", "inventory", "repack"},
-    {"report", "report_page", "junit"},
+    {
+        "artifact",
+        "pipeline",
+        "manifest",
+        "trial",
+        "verify",
+        "perplexity",
+        "energy",
+        "export",
+        "inventory",
+        "repack",
+        "forecast",
+        "stopwatch",
+    },
+    {"report", "report_page", "artifact_page", "junit"},
     {"commands"},
     {"cli"},
     {"__main__"},
@@ -135,8 +148,11 @@ def test_readme_names_real_commands_and_flags() -> None:
             "run",
             "recipes",
             "reproduce",
+            "plan",
+            "report",
         )
     }
+    helps["plan"] += helps["awq"]  # it takes the flags of the run that it plans
     for line in readme.splitlines():
         if match := re.match(r"quantkit ([a-z-]+) ", line):
             for flag in re.findall(r"--[a-z-]+", line.split("#")[0]):

@@ -269,6 +269,39 @@ class VerifyOptions(GateOptions):
 
 
 @dataclass(frozen=True)
+class PlanOptions:
+    """Options of plan; every other flag is the method's."""
+
+    method: str = option("gptq", "The command to plan; its own flags follow.", choices=("gptq", "awq", "smoothquant", "rtn", "export-gguf"))
+    lengths: str = option("4096,32768", "Tokens in the key-value cache.")
+    batches: str = option("1,8", "Sequences in it.")
+    measure: bool = option(True, "Measure one block on this machine for the time.")
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Options of report."""
+
+    html: bool = option(False, "Write one self-contained page.")
+    output: str = option("", "The page; default NAME-report.html.", short="-o")
+    reference: str | None = option(None, "The source to compare with; default: the one named in the manifest, if it is here.")
+    log: str = option("", "The run's --log-file: adds its time, its memory, and the seconds of each module.")
+    measure: bool = option(True, "Measure perplexity and KL divergence beside the source.")
+    data: str = option("bundled", "Text to measure on: a file, a named data set, or bundled.")
+    windows: int = option(8, "How many windows of 512 tokens to measure on.")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
+    offline: bool = option(False, "Never use the network.")
+    trust_remote_code: bool = option(False, "Run a model's own code, if it brings any.")
+    force: bool = option(False, "Replace an existing page.")
+    json: bool = option(False, "Print one JSON object on the last line of standard output.")
+
+    def __post_init__(self) -> None:
+        if self.windows < 1:
+            raise UsageError(f"--windows {self.windows} cannot be: at least 1.")
+
+
+@dataclass(frozen=True)
 class RecipeOptions(SourceOptions):
     """Options of run."""
 

@@ -36,7 +36,7 @@ def export_gguf(model: str, asked: ExportOptions, source: Source | None = None) 
     """Write `model` as a GGUF file and return the JSON document. source: the model, if it is open already."""
     began = time.perf_counter()
     torch.set_num_threads(asked.threads or torch.get_num_threads())
-    policy, wishes = load_policy(asked.type), _wishes(asked)
+    policy, wishes = load_policy(asked.type), wishes_of(asked)
     source = source or resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
     output = Path(asked.output or f"{source.name}-{policy.name}.gguf")
     artifact.require_apart(output, source)
@@ -71,7 +71,8 @@ def export_gguf(model: str, asked: ExportOptions, source: Source | None = None) 
     return document
 
 
-def _wishes(asked: ExportOptions) -> Wishes:
+def wishes_of(asked: ExportOptions) -> Wishes:
+    """Return what the flags ask of the types; a UsageError for a type that cannot be."""
     kinds = {"--output-type": asked.output_type.upper(), "--embedding-type": asked.embedding_type.upper()}
     for flag, kind in kinds.items():
         if kind and kind not in GGML_TYPES:

@@ -11,13 +11,14 @@ from typing import Any
 import psutil
 import torch
 
-from quantkit import __version__, artifact, corpus, manifest, memory, perplexity
+from quantkit import __version__, artifact, corpus, forecast, manifest, memory, perplexity
 from quantkit.backends import Backend
 from quantkit.calibrate import SCHEDULES, record
 from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import RunOptions
 from quantkit.commands._proof import finish, origin, versions
 from quantkit.errors import PlanError, StrictError, UsageError, name_list
+from quantkit.forecast import Load
 from quantkit.formats import FORMATS
 from quantkit.journal import Journal
 from quantkit.loader import Loader, head_size, pick_device
@@ -69,7 +70,7 @@ def run(method: str, model: str, options: Any, asked: RunOptions, source: Source
     partial = artifact.prepare_output(output, source, asked.force)
     if not asked.dry_run:
         source.require_finite()
-    dtype = asked.dtype if asked.dtype != "auto" else "bfloat16" if source.gguf_file else "auto"
+    dtype = settle_dtype(asked, source)
     with Eye(asked.quiet, asked.log_file) as eye:
         for text in [*source.notices, *artifact.check_side_files(source)]:
             eye.notice(text)
@@ -110,18 +111,23 @@ def pick_format(method: str, options: Any, asked: str) -> Any:
     return FORMATS[name]
 
 
+def settle_dtype(asked: RunOptions, source: Source) -> str:
+    """Return the dtype of what is carried over: a GGUF file's floats become bfloat16 unless another is asked for."""
+    return asked.dtype if asked.dtype != "auto" else "bfloat16" if source.gguf_file else "auto"
+
+
 def needs_data(method: str, options: Any) -> bool:
     """Tell whether a run needs calibration data."""
     return method != "rtn" or options.activations == "static"
 
 
-def make_passes(job: Job, backend: Backend, schedule: str) -> Passes:
+def make_passes(loader: Loader, method: str, options: Any, backend: Backend, schedule: str) -> Passes:
     """Return what is done to each block."""
-    then = getattr(job.options, "then", job.method)
-    scaler = METHODS[job.method](job.options, backend, head_size(job.loader.model.config)) if job.method in SCALERS else None
+    then = getattr(options, "then", method)
+    scaler = METHODS[method](options, backend, head_size(loader.model.config)) if method in SCALERS else None
     if then == "none":
         return Passes(scaler, None, outputs_only)
-    solver = METHODS[then](job.options, backend)
+    solver = METHODS[then](options, backend)
     if schedule not in SCHEDULES:
         return Passes(scaler, solver, without_data)
     return Passes(scaler, solver, partial(SCHEDULES[schedule], tiles=then == "rtn"))
@@ -144,25 +150,25 @@ def _plan_document(plan: Plan) -> dict[str, Any]:
 def _quantize(job: Job) -> dict[str, Any]:
     loader, plan, asked, eye = job.loader, job.plan, job.asked, job.eye
     tokens = draw_tokens(loader, asked, eye) if needs_data(job.method, job.options) else None
-    corrects = getattr(job.options, "then", job.method) == "gptq" and job.options.correct > 0
-    paired = min(job.options.paired, len(tokens.rows)) if tokens and corrects else 0
-    schedule, batch = choose_schedule(job, tokens, paired) if tokens else ("none", 0)
-    settings = _settings(job, tokens, schedule, batch)
-    states = tokens.rows.numel() * loader.model.get_input_embeddings().weight.shape[1] * 4 if tokens else 0
-    artifact.require_disk(job.partial.parent, plan.after + asked.shard_bytes(plan.after) + 6 * states, "The run")
+    load = load_of(loader, job.method, job.options, asked, *tokens.rows.shape) if tokens else Load(0, 0, 0, 0)
+    schedule = choose_schedule(loader, job.method, job.options, asked, load, eye) if tokens else "none"
+    settings = _settings(job, tokens, schedule, load.batch)
+    needed = forecast.scratch_bytes(loader, plan, load, asked.shard_bytes(plan.after))
+    artifact.require_disk(job.partial.parent, needed, "The run")
     before = _evaluate(loader, asked, eye, "before") if asked.eval else None
     journal = Journal(job.partial, settings, asked.restart, asked.resume_states == "store")
     resumed = journal.done if journal.resumed else None
     if resumed is not None:
         eye.notice(f"resuming after block {resumed} of {len(loader.blocks)}")
+    loader.source.drop_tokenizer()
+    memory.trim()
     recording = None
     if tokens is not None and journal.done < len(loader.blocks):
         eye.phase(f"recording {len(tokens.rows)} x {tokens.rows.shape[1]} tokens ({tokens.origin})")
-        recording = record(loader, list(torch.split(tokens.rows, batch)), -(-paired // batch), journal.folder)
-    loader.source.drop_tokenizer()
-    memory.trim()
+        recording = record(loader, list(torch.split(tokens.rows, load.batch)), -(-load.paired // load.batch), journal.folder)
+        memory.trim()
     backend = Backend(loader.device, torch.get_num_threads(), asked.reference)
-    passes = make_passes(job, backend, schedule)
+    passes = make_passes(loader, job.method, job.options, backend, schedule)
     eye.phase(f"quantizing {len(loader.blocks)} blocks on {loader.device}" + (f", {schedule}" if tokens else ""))
     eye.budget = asked.budget_seconds
     quantize_blocks(loader, plan, recording, passes, job.form, journal, eye)
@@ -216,26 +222,22 @@ def _remarks(job: Job, notes: list[dict[str, Any]]) -> list[str]:
     return remarks
 
 
-def choose_schedule(job: Job, tokens: corpus.Tokens, paired: int) -> tuple[str, int]:
-    """Return the schedule's name and the rows of a batch: one pass where what it holds fits the budget.
+def load_of(loader: Loader, method: str, options: Any, asked: RunOptions, samples: int, length: int) -> Load:
+    """Return what a run reads of so many samples; none without data."""
+    corrects = getattr(options, "then", method) == "gptq" and options.correct > 0
+    return Load(samples, min(options.paired, samples) if corrects else 0, length, asked.batch or max(1, 2048 // length))
 
-    One pass holds, per token, the residual stream, a normed copy and the widest input of a linear, for the exact
-    stream too; two passes hold the statistics of all of a block's inputs at once.
-    """
-    loader, asked = job.loader, job.asked
-    batch = asked.batch or max(1, 2048 // tokens.rows.shape[1])
-    linears = [m.get_parameter("weight").shape for m in loader.linears(0).values()]
-    hidden, widest = loader.model.get_input_embeddings().weight.shape[1], max(max(shape) for shape in linears)
-    block = 4 * sum(shape[0] * shape[1] for shape in linears)
-    base = LIBRARIES + block * (3 if paired else 2) + 4 * 5 * widest**2
-    one = base + 4 * tokens.rows.shape[1] * (len(tokens.rows) + paired) * (2 * hidden + widest)
-    two = base + 4 * 4 * widest**2
+
+def choose_schedule(loader: Loader, method: str, options: Any, asked: RunOptions, load: Load, eye: Eye) -> str:
+    """Return the schedule's name: one pass where what it holds fits the budget."""
+    held, full = max(LIBRARIES, psutil.Process().memory_info().rss), getattr(options, "then", method) == "gptq"
+    one, two = (forecast.blocks_room(loader, load, name, held, full).total for name in ("one-pass", "two-pass"))
     budget = asked.max_memory_bytes or int(psutil.virtual_memory().available * 0.8)
     if two > budget:
-        job.eye.notice(f"about {mib(two)} are needed, more than the {mib(budget)} of the budget; trying all the same")
+        eye.notice(f"about {mib(two)} are needed, more than the {mib(budget)} of the budget; trying all the same")
     if asked.schedule != "auto":
-        return asked.schedule, batch
-    return ("one-pass" if one <= budget else "two-pass"), batch
+        return asked.schedule
+    return "one-pass" if one <= budget else "two-pass"
 
 
 def _settings(job: Job, tokens: corpus.Tokens | None, schedule: str, batch: int) -> dict[str, Any]:
@@ -287,12 +289,10 @@ def _finish(job: Job, journal: Journal, notes: list[dict[str, Any]], settings: d
     if form.side_config:
         artifact.write_json(partial / form.side_config, config)
     command = manifest.command_line(loader.source.name, job.method, job.options, asked)
-    readme = loader.source.folder / "README.md"
     summary = f"{len(plan.packed)} linear layers, {plan.bits_per_weight:.2f} bits per weight, format {form.name}."
     if form.name == "hf":
         summary = f"Plain weights: {len(journal.folds())} scales folded into them, the function is the original's."
-    card = artifact.model_card(loader.source.name, command, summary, _card_table(notes),
-                               readme if readme.is_file() and not loader.source.gguf_file else None)  # fmt: skip
+    card = artifact.model_card(loader.source.name, command, summary, _card_table(notes), loader.source.page)
     (partial / "README.md").write_text(card, encoding="utf-8")
     fixed = {key: settings[key] for key in ("schedule", "batch", "device", "threads")}
     fixed["schedule"] = "auto" if settings["schedule"] == "none" else settings["schedule"]

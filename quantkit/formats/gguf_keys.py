@@ -72,12 +72,12 @@ class Settings:
     @property
     def experts(self) -> int:
         """Experts of a block, 0 for none."""
-        return int(self.get("num_local_experts", "num_experts", default=0))
+        return whole(self.get("num_local_experts", "num_experts", default=0), "config.json: the number of experts")
 
     @property
     def head_dim(self) -> int:
         """Width of a head."""
-        return int(self.get("head_dim", default=self.hidden // self.heads))
+        return whole(self.get("head_dim", default=self.hidden // self.heads), "config.json: head_dim", 1)
 
 
 def add_parameters(writer: Any, settings: Settings, family: GgufFamily) -> None:

@@ -154,8 +154,10 @@ def _check(found: Mapping, settings: Settings, family: GgufFamily) -> None:
                 "Its hidden_size, head counts or head_dim are not those of these weights."
             )
     embedding = found.tensors["token_embd.weight"]
-    if embedding.shape[1] != settings.hidden:
-        raise SourceError(f"'{embedding.sources[0]}' has {embedding.shape[1]} columns, but config.json says hidden_size {settings.hidden}.")
+    if embedding.shape[1:] != (settings.hidden,):
+        raise SourceError(
+            f"'{embedding.sources[0]}' has shape {list(embedding.shape)}, but config.json says hidden_size {settings.hidden}."
+        )
 
 
 def slices(tensor: GgufTensor, read: Any) -> Iterator[Tensor]:
