@@ -281,6 +281,7 @@ class _Lane:
 
 
 Groups = Iterator[tuple[InputGroup, LayerStats]]
+Statistics = dict[InputGroup, LayerStats]
 
 
 def one_pass(view: BlockView, states: list[Tensor], exact: list[Tensor], device: torch.device, tiles: bool = False) -> Groups:
@@ -369,6 +370,30 @@ def two_pass(view: BlockView, states: list[Tensor], exact: list[Tensor], device:
         yield group, stats.pop(group)
     for batch, state in enumerate(states):
         state.copy_(view.replay(view.module, state, batch))
+
+
+@torch.no_grad()
+def float_pass(view: BlockView, states: list[Tensor], device: torch.device, kinds: set[bool], advance: bool) -> dict[bool, Statistics]:
+    """Return every input group's statistics on the block as it is, by whether they hold only diagonal tiles (`kinds`).
+
+    advance: whether `states` become the block's outputs.
+    """
+    found = {tiles: {group: LayerStats(group.width, device, tiles) for group in view.groups} for tiles in kinds}
+
+    def see(group: InputGroup, module: nn.Module, args: tuple[Any, ...]) -> None:
+        for stats in found.values():
+            stats[group].add(args[0])
+
+    handles = [view.module.get_submodule(g.names[0]).register_forward_pre_hook(partial(see, g)) for g in view.groups]
+    try:
+        for batch, state in enumerate(states):
+            output = view.replay(view.module, state, batch)
+            if advance:
+                state.copy_(output)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 SCHEDULES = {"one-pass": one_pass, "two-pass": two_pass}

@@ -85,12 +85,12 @@ def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, pas
         view = view_block(loader, recording, index) if recording else bare_view(loader, index)
         tensors: dict[str, Tensor] = {}
         notes: list[dict[str, Any]] = []
-        folds = _scale(loader, plan, recording, passes.scaler, view) if recording and passes.scaler else Folds()
+        folds = scale_block(loader, plan, recording, passes.scaler, view) if recording and passes.scaler else Folds()
         view.exact = copy.deepcopy(view.module) if exact else None
         inputs = _round_inputs(loader, plan, index)
         with closing(passes.schedule(view, states, exact, loader.device)) as groups:  # type: ignore[type-var]
             for group, stats in groups:
-                _solve_group(loader, rows_of(plan, view, group.names), stats, passes.solver, form, tensors, notes, events)
+                solve_group(loader, rows_of(plan, view, group.names), stats, passes.solver, form, tensors, notes, events)
                 for note in notes[-len(group.names) :]:
                     if (
                         note["module"] in inputs
@@ -101,12 +101,9 @@ def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, pas
                 if fresh:  # the first solve compiles its kernels, which leaves tens of megabytes behind
                     memory.trim()
                     fresh = False
-        missed = [row for row in plan.packed if row.block == index and row.module not in {note["module"] for note in notes}]
-        for row in missed:
-            _solve_group(loader, [row], LayerStats(row.shape[1]) if recording else None, passes.solver, form, tensors, notes, events)
-        packed = {row.tensor for row in plan.packed}
-        edited = {loader.names.to_source[name]: loader.model.get_parameter(name) for name in folds.changed}
-        tensors |= {name: value.data.to(DTYPES[plan.kept[name].dtype]).cpu() for name, value in edited.items() if name not in packed}
+        for row in missed_rows(plan, index, notes):
+            solve_group(loader, [row], LayerStats(row.shape[1]) if recording else None, passes.solver, form, tensors, notes, events)
+        tensors |= edited_tensors(loader, plan, folds)
         last = index == len(loader.blocks) - 1
         journal.commit(tensors, notes, states + exact if recording and not last else None, folds.notes)
         for name in inputs:
@@ -125,7 +122,7 @@ def _round_inputs(loader: Loader, plan: Plan, index: int) -> dict[str, RoundedIn
     return inputs
 
 
-def _scale(loader: Loader, plan: Plan, recording: Recording, scaler: Any, view: BlockView) -> Folds:
+def scale_block(loader: Loader, plan: Plan, recording: Recording, scaler: Any, view: BlockView) -> Folds:
     """Fold the scaler's scales into a block; its kept tensors then hold what they will on disk."""
     codecs = {row.module.removeprefix(f"{view.name}."): row.codec for row in plan.rows if row.block == view.index and row.codec}
     probe = (recording.probe_state.to(loader.device), recording.probe_calls[view.index])
@@ -139,6 +136,19 @@ def _scale(loader: Loader, plan: Plan, recording: Recording, scaler: Any, view: 
         value = view.module.get_parameter(name).data
         value.copy_(value.to(stored(name)))
     return Folds([f"{view.name}.{name}" for name in folds.changed], folds.notes)
+
+
+def missed_rows(plan: Plan, index: int, notes: list[dict[str, Any]]) -> list[PlanRow]:
+    """Return the packed rows of a block that no group held: nothing reached them in the traced run."""
+    solved = {note["module"] for note in notes}
+    return [row for row in plan.packed if row.block == index and row.module not in solved]
+
+
+def edited_tensors(loader: Loader, plan: Plan, folds: Folds) -> dict[str, Tensor]:
+    """Return what a block's folds changed and no solver packs, as it will be on disk."""
+    packed = {row.tensor for row in plan.packed}
+    edited = {loader.names.to_source[name]: loader.model.get_parameter(name) for name in folds.changed}
+    return {name: value.data.to(DTYPES[plan.kept[name].dtype]).cpu() for name, value in edited.items() if name not in packed}
 
 
 def bare_view(loader: Loader, index: int) -> BlockView:
@@ -159,7 +169,7 @@ def rows_of(plan: Plan, view: BlockView, names: tuple[str, ...]) -> list[PlanRow
 
 
 @torch.no_grad()
-def _solve_group(loader: Loader, rows: list[PlanRow], stats: LayerStats | None, solver: Any, form: Any, tensors: dict[str, Tensor],
+def solve_group(loader: Loader, rows: list[PlanRow], stats: LayerStats | None, solver: Any, form: Any, tensors: dict[str, Tensor],
                  notes: list[dict[str, Any]], events: Events) -> None:  # fmt: skip
     """Solve the weights of one input group, put the stored values into the block, and pack them."""
     factors: dict[Any, Any] = {}

@@ -35,6 +35,7 @@ LAYERS = [
         "repack",
         "forecast",
         "stopwatch",
+        "streams",
     },
     {"report", "report_page", "artifact_page", "junit"},
     {"commands"},

@@ -96,6 +96,9 @@ class RunOptions(OutputOptions, DataOptions):
     )
     max_memory: str | None = option(None, "Memory to stay under, such as 8GB; default: what is free.")
     schedule: str = option("auto", "How blocks are replayed.", choices=("auto", "one-pass", "two-pass"))
+    float_stream: bool = option(
+        False, "Take all statistics on the unquantized model's activations: several outputs can share them; worse by what layers add up."
+    )
     batch: int = option(0, "Samples per batch; 0 chooses.")
     threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
     resume_states: str = option(
@@ -305,6 +308,9 @@ class ReportOptions:
 class RecipeOptions(SourceOptions):
     """Options of run."""
 
+    share_activations: bool = option(
+        False, "Quantize all outputs on one stream of activations, the unquantized model's (--float-stream): faster, somewhat worse."
+    )
     output: str = option("", "Folder for the outputs; default: here.", short="-o")
     calibration: str = option("", "Calibration data instead of the recipe's.")
     device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")

@@ -13,7 +13,7 @@ import torch
 
 from quantkit import __version__, artifact, corpus, forecast, manifest, memory, perplexity
 from quantkit.backends import Backend
-from quantkit.calibrate import SCHEDULES, record
+from quantkit.calibrate import SCHEDULES, Recording, record
 from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import RunOptions
 from quantkit.commands._proof import finish, origin, versions
@@ -28,6 +28,7 @@ from quantkit.pipeline import Passes, outputs_only, quantize_blocks, without_dat
 from quantkit.plan import Plan, describe_codec, make_plan
 from quantkit.report import Eye, mib, print_json
 from quantkit.source import BUILT_IN, Source, resolve
+from quantkit.streams import Lane, quantize_streams
 
 LIBRARIES = 480 << 20  # torch, transformers and numba, loaded
 EVAL_WINDOW = 512
@@ -55,12 +56,44 @@ class Job:
     eye: Eye
 
 
+@dataclass
+class Start:
+    """Where a job begins: its data, schedule, settings and journal; before: the source's perplexity, if it was asked for."""
+
+    tokens: corpus.Tokens | None
+    load: Load
+    schedule: str
+    settings: dict[str, Any]
+    journal: Journal
+    passes: Passes
+    backend: Backend
+    before: float | None
+    resumed: int | None
+
+
 def run(method: str, model: str, options: Any, asked: RunOptions, source: Source | None = None) -> dict[str, Any]:
     """Do the whole run, print its report, and its JSON document if asked for; return that. source: the model, if it is open already."""
     began = time.perf_counter()
     torch.set_num_threads(asked.threads or torch.get_num_threads())
-    form = pick_format(method, options, asked.format)
+    pick_format(method, options, asked.format)
     source = source or resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
+    with Eye(asked.quiet, asked.log_file) as eye:
+        job, document = prepare(method, model, options, asked, source, eye)
+        if not asked.dry_run:
+            with hold(job.partial):
+                document |= _quantize(job)
+            document["seconds"] = round(time.perf_counter() - began, 2)
+            document["peak_memory"] = memory.peak()
+            eye.totals({"time": f"{document['seconds']:.1f} s, peak memory {mib(document['peak_memory'])}", "output": str(job.output)})
+    if asked.json:
+        print_json(document)
+    return document
+
+
+def prepare(method: str, model: str, options: Any, asked: RunOptions, source: Source, eye: Eye,
+            loader: Loader | None = None) -> tuple[Job, dict[str, Any]]:  # fmt: skip
+    """Return the job of a run, its plan printed, and the beginning of its document; what can be refused is refused here."""
+    form = pick_format(method, options, asked.format)
     output = Path(asked.output or f"{source.name}-{method}{_suffix(options, form)}")
     if (scheme := source.scheme) and not asked.allow_requantize and model not in BUILT_IN:
         raise PlanError(
@@ -68,28 +101,19 @@ def run(method: str, model: str, options: Any, asked: RunOptions, source: Source
             f"checkpoint first (quantkit to-hf {model} DIR), or insist with --allow-requantize."
         )
     partial = artifact.prepare_output(output, source, asked.force)
-    if not asked.dry_run:
-        source.require_finite()
-    dtype = settle_dtype(asked, source)
-    with Eye(asked.quiet, asked.log_file) as eye:
+    if loader is None:
+        if not asked.dry_run:
+            source.require_finite()
         for text in [*source.notices, *artifact.check_side_files(source)]:
             eye.notice(text)
         loader = Loader(source, pick_device(asked.device))
         if unused := loader.names.unused:
             eye.notice(f"{len(unused)} tensors that the model has no place for are carried over as they are: {name_list(unused)}")
-        plan = make_plan(loader, "scale" if form.name == "hf" else method, options, form, dtype, asked.strict)
-        eye.plan(plan, source.name, form.name)
-        document: dict[str, Any] = {"command": method, "model": model, "output": str(output), "plan": _plan_document(plan)}
-        if not asked.dry_run:
-            job = Job(method, options, asked, form, dtype, loader, plan, output, partial, eye)
-            with hold(partial):
-                document |= _quantize(job)
-            document["seconds"] = round(time.perf_counter() - began, 2)
-            document["peak_memory"] = memory.peak()
-            eye.totals({"time": f"{document['seconds']:.1f} s, peak memory {mib(document['peak_memory'])}", "output": str(output)})
-    if asked.json:
-        print_json(document)
-    return document
+    dtype = settle_dtype(asked, source)
+    plan = make_plan(loader, "scale" if form.name == "hf" else method, options, form, dtype, asked.strict)
+    eye.plan(plan, source.name, form.name)
+    document: dict[str, Any] = {"command": method, "model": model, "output": str(output), "plan": _plan_document(plan)}
+    return Job(method, options, asked, form, dtype, loader, plan, output, partial, eye), document
 
 
 def _suffix(options: Any, form: Any) -> str:
@@ -148,12 +172,27 @@ def _plan_document(plan: Plan) -> dict[str, Any]:
 
 
 def _quantize(job: Job) -> dict[str, Any]:
-    loader, plan, asked, eye = job.loader, job.plan, job.asked, job.eye
-    tokens = draw_tokens(loader, asked, eye) if needs_data(job.method, job.options) else None
+    tokens = draw_tokens(job.loader, job.asked, job.eye) if needs_data(job.method, job.options) else None
+    start = begin(job, tokens)
+    recording = record_for(job, start) if tokens is not None and start.journal.done < len(job.loader.blocks) else None
+    words = f", {start.schedule}" if tokens else ""
+    job.eye.phase(f"quantizing {len(job.loader.blocks)} blocks on {job.loader.device}{words}")
+    job.eye.budget = job.asked.budget_seconds
+    if start.schedule != "float":
+        quantize_blocks(job.loader, job.plan, recording, start.passes, job.form, start.journal, job.eye)
+    elif recording is not None:
+        quantize_streams(job.loader, [lane_of(job, start)], recording, job.eye)
+    del recording
+    return conclude(job, start)
+
+
+def begin(job: Job, tokens: corpus.Tokens | None) -> Start:
+    """Choose the schedule, check the disk, open the journal; what an earlier run left there is said."""
+    loader, asked, eye = job.loader, job.asked, job.eye
     load = load_of(loader, job.method, job.options, asked, *tokens.rows.shape) if tokens else Load(0, 0, 0, 0)
     schedule = choose_schedule(loader, job.method, job.options, asked, load, eye) if tokens else "none"
     settings = _settings(job, tokens, schedule, load.batch)
-    needed = forecast.scratch_bytes(loader, plan, load, asked.shard_bytes(plan.after))
+    needed = forecast.scratch_bytes(loader, job.plan, load, asked.shard_bytes(job.plan.after))
     artifact.require_disk(job.partial.parent, needed, "The run")
     before = _evaluate(loader, asked, eye, "before") if asked.eval else None
     journal = Journal(job.partial, settings, asked.restart, asked.resume_states == "store")
@@ -162,17 +201,30 @@ def _quantize(job: Job) -> dict[str, Any]:
         eye.notice(f"resuming after block {resumed} of {len(loader.blocks)}")
     loader.source.drop_tokenizer()
     memory.trim()
-    recording = None
-    if tokens is not None and journal.done < len(loader.blocks):
-        eye.phase(f"recording {len(tokens.rows)} x {tokens.rows.shape[1]} tokens ({tokens.origin})")
-        recording = record(loader, list(torch.split(tokens.rows, load.batch)), -(-load.paired // load.batch), journal.folder)
-        memory.trim()
     backend = Backend(loader.device, torch.get_num_threads(), asked.reference)
     passes = make_passes(loader, job.method, job.options, backend, schedule)
-    eye.phase(f"quantizing {len(loader.blocks)} blocks on {loader.device}" + (f", {schedule}" if tokens else ""))
-    eye.budget = asked.budget_seconds
-    quantize_blocks(loader, plan, recording, passes, job.form, journal, eye)
-    del recording
+    return Start(tokens, load, schedule, settings, journal, passes, backend, before, resumed)
+
+
+def record_for(job: Job, start: Start) -> Recording:
+    """Return the recording of a job's data, its states in a file of its journal if they are large."""
+    load, tokens = start.load, start.tokens
+    assert tokens is not None
+    job.eye.phase(f"recording {len(tokens.rows)} x {tokens.rows.shape[1]} tokens ({tokens.origin})")
+    batches = list(torch.split(tokens.rows, load.batch))
+    recording = record(job.loader, batches, -(-load.paired // load.batch), start.journal.folder)
+    memory.trim()
+    return recording
+
+
+def lane_of(job: Job, start: Start) -> Lane:
+    """Return a job as one of several on the float stream."""
+    return Lane(job.plan, start.passes, job.form, start.journal, getattr(job.options, "then", job.method) != "gptq")
+
+
+def conclude(job: Job, start: Start) -> dict[str, Any]:
+    """Write and prove the output of a job whose blocks are all done, and return what to report."""
+    plan, asked, eye, journal = job.plan, job.asked, job.eye, start.journal
     notes, scales = journal.notes(), journal.folds()
     fallen = [note["module"] for note in notes if note["fallback"]]
     if fallen and asked.strict:
@@ -180,21 +232,22 @@ def _quantize(job: Job) -> dict[str, Any]:
     remarks = _remarks(job, notes)
     for text in remarks:
         eye.notice(text)
-    document = _finish(job, journal, notes, settings)
+    document = _finish(job, journal, notes, start.settings)
     if scales:
         eye.scales_table(scales)
     if notes:
         eye.modules_table(notes)
-    document |= {"resumed_from_block": resumed, "fallbacks": fallen, "notices": [*(tokens.notices if tokens else []), *remarks]}
-    document |= {"schedule": schedule, "threads": settings["threads"], "modules": notes, "kernels": backend.reasons}
+    drawn = start.tokens.notices if start.tokens else []
+    document |= {"resumed_from_block": start.resumed, "fallbacks": fallen, "notices": [*drawn, *remarks]}
+    document |= {"schedule": start.schedule, "threads": start.settings["threads"], "modules": notes, "kernels": start.backend.reasons}
     document |= {"scales": scales} if scales else {}
     bits = f", {plan.bits_per_weight:.2f} bits per quantized weight" if plan.packed else ""
     eye.totals({"size": f"{mib(plan.before)} -> {mib(plan.after)}{bits}"})
-    if before is not None:
-        reopened = Loader(resolve(str(job.output), trust_remote_code=asked.trust_remote_code), loader.device)
+    if start.before is not None:
+        reopened = Loader(resolve(str(job.output), trust_remote_code=asked.trust_remote_code), job.loader.device)
         after = _evaluate(reopened, asked, eye, "after")
-        document |= {"perplexity_before": before, "perplexity_after": after}
-        eye.totals({"perplexity": f"{before:.3f} -> {after:.3f} on {asked.eval}"})
+        document |= {"perplexity_before": start.before, "perplexity_after": after}
+        eye.totals({"perplexity": f"{start.before:.3f} -> {after:.3f} on {asked.eval}"})
     return document
 
 
@@ -224,12 +277,14 @@ def _remarks(job: Job, notes: list[dict[str, Any]]) -> list[str]:
 
 def load_of(loader: Loader, method: str, options: Any, asked: RunOptions, samples: int, length: int) -> Load:
     """Return what a run reads of so many samples; none without data."""
-    corrects = getattr(options, "then", method) == "gptq" and options.correct > 0
+    corrects = getattr(options, "then", method) == "gptq" and options.correct > 0 and not asked.float_stream
     return Load(samples, min(options.paired, samples) if corrects else 0, length, asked.batch or max(1, 2048 // length))
 
 
 def choose_schedule(loader: Loader, method: str, options: Any, asked: RunOptions, load: Load, eye: Eye) -> str:
-    """Return the schedule's name: one pass where what it holds fits the budget."""
+    """Return the schedule's name: one pass where what it holds fits the budget; the float stream if it is asked for."""
+    if asked.float_stream:
+        return "float"
     held, full = max(LIBRARIES, psutil.Process().memory_info().rss), getattr(options, "then", method) == "gptq"
     one, two = (forecast.blocks_room(loader, load, name, held, full).total for name in ("one-pass", "two-pass"))
     budget = asked.max_memory_bytes or int(psutil.virtual_memory().available * 0.8)
@@ -260,6 +315,7 @@ def _settings(job: Job, tokens: corpus.Tokens | None, schedule: str, batch: int)
             "sha256": tokens.digest(),
         },
         "schedule": schedule,
+        "float_stream": asked.float_stream,
         "batch": batch,
         "device": str(job.loader.device),
         "threads": torch.get_num_threads(),
@@ -295,7 +351,7 @@ def _finish(job: Job, journal: Journal, notes: list[dict[str, Any]], settings: d
     card = artifact.model_card(loader.source.name, command, summary, _card_table(notes), loader.source.page)
     (partial / "README.md").write_text(card, encoding="utf-8")
     fixed = {key: settings[key] for key in ("schedule", "batch", "device", "threads")}
-    fixed["schedule"] = "auto" if settings["schedule"] == "none" else settings["schedule"]
+    fixed["schedule"] = "auto" if settings["schedule"] in ("none", "float") else settings["schedule"]
     run = manifest.request(job.method, loader.source.asked, job.options, asked, **fixed)
     body = {"command": command, "run": run, **settings, "modules": notes, "scales": journal.folds(), "carried": carried}
     document = finish(partial, {piece.name: piece.info for piece in pieces}, body, loader.source, eye)
