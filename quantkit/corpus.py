@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quantkit.errors import CalibrationError, UsageError
 from quantkit.foreign import bounded, foreign, parse_json
+from quantkit.registry import data_folder
 
 BREAK = "<|document|>"
 HELD_OUT = "held-out"  # texts of the same kinds as the bundled ones, none of them among those
@@ -42,12 +43,6 @@ class Tokens:
     def digest(self) -> str:
         """Return the SHA-256 of the ids."""
         return hashlib.sha256(self.rows.numpy().tobytes()).hexdigest()
-
-
-def data_folder(name: str) -> Path:
-    """Return a data folder of the project: inside the package in a wheel, beside it in a checkout."""
-    here = Path(__file__).parent
-    return here / name if (here / name).is_dir() else here.parent / name
 
 
 def documents(spec: str, column: str = "", offline: bool = False) -> Iterator[Document]:

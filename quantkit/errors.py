@@ -31,6 +31,10 @@ class PlanError(QuantkitError):
     """What was asked cannot be stored, loaded or computed; said before any work."""
 
 
+class BackendError(QuantkitError):
+    """A backend cannot compute here: no device, no compiler, a driver that is too old."""
+
+
 class OutputError(QuantkitError):
     """The output cannot be written, or is there already."""
 

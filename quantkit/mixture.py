@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 
 from quantkit.codecs import CODECS, GGML_TYPES
-from quantkit.corpus import data_folder
 from quantkit.errors import PlanError, UsageError
+from quantkit.registry import data_folder
 
 FLOATS = ("F32", "F16", "BF16")
 # What a row takes when the blocks of its type do not divide it.

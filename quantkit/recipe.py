@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.commands._options import DataOptions, ExportOptions, GateOptions, RunOptions
-from quantkit.corpus import data_folder
 from quantkit.errors import UsageError, name_list
 from quantkit.foreign import reason
 from quantkit.methods import options_of
+from quantkit.registry import data_folder
 
 SCALERS = ("awq", "smoothquant")
 SOLVERS = ("gptq", "rtn")

@@ -9,9 +9,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UsageError
+
+
+def data_folder(name: str) -> Path:
+    """Return a data folder of the project: inside the package in a wheel, beside it in a checkout."""
+    here = Path(__file__).parent
+    return here / name if (here / name).is_dir() else here.parent / name
 
 
 @dataclass(frozen=True)

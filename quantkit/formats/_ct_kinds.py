@@ -88,7 +88,7 @@ def pack_module(tensor: QuantTensor, kind: str) -> dict[str, Tensor]:
         zero = {} if codec.symmetric else {"weight_zero_point": _signed(params["zero"], middle)}
         return {"weight": _signed(tensor.codes, middle), "weight_scale": scale, **zero, **tail}
     result = {
-        "weight_packed": pack(_padded(tensor.codes.T, bits), bits).T.contiguous(),
+        "weight_packed": pack(_padded(tensor.codes.T, bits), bits, last=True),
         "weight_scale": scale,
         "weight_shape": torch.tensor(tensor.codes.shape, dtype=torch.int64),
     }
@@ -188,7 +188,7 @@ def _read_words(tensors: dict[str, Tensor], args: Args, where: str) -> QuantTens
     bits = next((b for b in (2, 3, 4, 8) if pad(columns, b) * b // 32 == packed.shape[1]), 0)
     if not bits:
         raise SourceError(f"{where}: {packed.shape[1]} words cannot hold rows of {columns}: packed by an older library?")
-    codes = unpack(packed.T.contiguous(), bits)[:columns].T.contiguous()
+    codes = unpack(packed.T, bits, last=True)[:, :columns].contiguous()
     scale = tensors["weight_scale"].reshape(out, -1)
     words = tensors.get("weight_zero_point")
     zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.uint8) if words is None else unpack(words, bits)[:out]

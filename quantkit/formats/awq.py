@@ -30,20 +30,14 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each field of a word holds
 OUT_UNIT = 32  # its allocator counts words as out // 32 * 4
 
 
-def _interleave(values: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return uint8 [n, m] with each run of eight rows in another order."""
-    return values.view(-1, PER_WORD, values.shape[1])[:, list(order)].reshape(values.shape)
-
-
 def _pack(values: Tensor) -> Tensor:
     """Return int32 [n, out/8] from uint8 [out, n]."""
-    return pack(_interleave(values, ORDER), BITS).T.contiguous()
+    return pack(values, BITS, ORDER, last=True)
 
 
 def _unpack(words: Tensor) -> Tensor:
     """Return uint8 [out, n] from int32 [n, out/8]."""
-    back = tuple(ORDER.index(column) for column in range(PER_WORD))
-    return _interleave(unpack(words.T.contiguous(), BITS), back)
+    return unpack(words.T, BITS, ORDER)
 
 
 class AwqFormat:

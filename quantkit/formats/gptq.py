@@ -63,7 +63,7 @@ class GptqFormat:
             index = torch.arange(columns, device=tensor.codes.device) // tensor.codec.width(columns)
         return {
             f"{module}.qweight": pack(tensor.codes.T, bits),
-            f"{module}.qzeros": pack(tensor.params["zero"], bits).T.contiguous(),
+            f"{module}.qzeros": pack(tensor.params["zero"], bits, last=True),
             f"{module}.scales": tensor.params["scale"].T.to(torch.float16).contiguous(),
             f"{module}.g_idx": index.to(torch.int32),
         }
@@ -72,7 +72,7 @@ class GptqFormat:
         """Return the function that turns a packed tensor into its final form, or None if it is final already."""
         if not name.endswith(".qzeros") or not zeros_from_one:
             return None
-        return lambda words: pack(unpack(words.T.contiguous(), bits) - 1, bits).T.contiguous()
+        return lambda words: pack(unpack(words.T, bits) - 1, bits, last=True)
 
     def config(self, rows: list[PlanRow], options: dict[str, Any], zeros_from_one: bool) -> dict[str, Any]:
         """Return `quantization_config`; rows that differ from the first are named in `dynamic`."""
@@ -146,9 +146,9 @@ class GptqStore(PackedStore):
 
     def _quant(self, module: str) -> QuantTensor:
         bits, columns = self._bits(module), self.shape(module)[1]
-        codes = unpack(self.inner.read(f"{module}.qweight"), bits).T.contiguous()
+        codes = unpack(self.inner.read(f"{module}.qweight"), bits, last=True)
         scale = self.inner.read(f"{module}.scales")
-        zero = unpack(self.inner.read(f"{module}.qzeros").T.contiguous(), bits)
+        zero = unpack(self.inner.read(f"{module}.qzeros").T, bits)
         zero = (zero + self.offset) & ((1 << bits) - 1)
         if self.symmetric and bool((zero == (1 << (bits - 1)) + 1).all()):
             raise SourceError(
