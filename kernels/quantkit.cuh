@@ -22,7 +22,7 @@ typedef unsigned long long u64;
 #define QK_ROLLED _Pragma("unroll 1")
 #define QK_SHARED(type, name, count) __shared__ type name[count]
 #define QK_UNROLL _Pragma("unroll")
-#define QK_BLOCK(threads) __launch_bounds__(threads)
+#define QK_BLOCK(threads) __launch_bounds__(threads, 2)
 #define QK_INFINITY __int_as_float(0x7f800000)
 QK_DEVICE u32 qk_bits(float value) { return __float_as_uint(value); }
 QK_DEVICE float qk_float(u32 bits) { return __uint_as_float(bits); }
