@@ -20,13 +20,12 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import __version__, memory
+from quantkit.commands._infer_options import BenchOptions, DoctorOptions, GenerateOptions
 from quantkit.commands._options import (
-    BenchOptions,
     ConvertOptions,
     DiffOptions,
     EvalOptions,
     ExportOptions,
-    GenerateOptions,
     ImatrixOptions,
     InspectOptions,
     ListOptions,
@@ -297,6 +296,15 @@ def bench(model: Model, asked: BenchOptions) -> None:
     from quantkit.commands import generate as module
 
     module.bench(model, asked)
+
+
+@app.command("doctor")
+@flags(DoctorOptions)
+def doctor(asked: DoctorOptions) -> None:
+    """Say what this machine can compute with, what it cannot and why, and what to install."""
+    from quantkit.commands import doctor as module
+
+    module.doctor(asked)
 
 
 @app.command("version")

@@ -29,6 +29,7 @@ CHUNK = 1 << 22
 # Options that choose where, how loudly or how often, and no byte of the result.
 APART = frozenset({
     "output", "force", "json", "quiet", "dry_run", "restart", "resume_states", "eval", "cache", "max_memory", "log_file", "time_budget",
+    "backend",
 })  # fmt: skip
 # Options that a run may choose itself: `run` has what it chose, the command for people leaves them out.
 CHOSEN = frozenset({"device", "threads", "schedule", "batch"})

@@ -19,7 +19,18 @@ from quantkit.backends.cuda.nvrtc import source
 
 SHIM = Path(__file__).parent / "shim"
 COMPILER = shutil.which("g++")
-FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unused-function", "-Werror")
+FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-ffp-contract=off",
+    "-fno-fast-math",
+    "-fPIC",
+    "-shared",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unused-function",
+    "-Werror",
+)
 
 
 def build(module: str, folder: Path, text: str | None = None, flags: Sequence[str] = ()) -> Path:

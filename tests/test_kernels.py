@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,8 @@ import torch
 from cuda_shim import COMPILER, ShimLauncher
 from torch import Tensor
 
-from quantkit.backends import KERNELS
-from quantkit.backends.cuda import nvrtc
+from quantkit.backends import KERNELS, Backend
+from quantkit.backends.cuda import launch, nvrtc
 from quantkit.backends.cuda.ops import Ops
 from quantkit.codecs import CODECS
 from quantkit.codecs.affine import Affine
@@ -122,7 +125,9 @@ def test_rounding_on_searched_grids(computer: str, bits: int, group: int, symmet
     for given in (tiles, None):
         search = make_search(symmetric, True, True)
         wanted = round_reference(weight, codec, search, energy, given)
-        for ours, theirs in zip(compute(computer, "round_affine", round_reference)(weight, codec, search, energy, given), wanted, strict=True):
+        for ours, theirs in zip(
+            compute(computer, "round_affine", round_reference)(weight, codec, search, energy, given), wanted, strict=True
+        ):
             assert torch.equal(ours, theirs)
 
 
@@ -222,13 +227,17 @@ def test_no_result_depends_on_the_order_of_threads(shim: Ops) -> None:
 PLANTED = {
     "a nibble too far": ("pack", "i32 shift = field * bits - 32 * w;", "i32 shift = (field + 1) * bits - 32 * w;"),
     "no barrier after loading": ("pack", "    __syncthreads();\n    i32 each", "    i32 each"),
-    "a word is not written": ("pack", "first_m + j >= m) continue;\n        u32 word", "first_m + j >= m || w == 3) continue;\n        u32 word"),
-    "the row is read before it is there": ("columns", "part[32 * t + lane] = work[t];\n                    __syncwarp();", "part[32 * t + lane] = work[t];"),
+    "a word is not written": ("pack", "m) continue;\n        u32 word", "m || w == 3) continue;\n        u32 word"),
+    "the row is read before it is there": ("columns", "= work[t];\n                    __syncwarp();", "= work[t];"),
     "the triangle is read before it is there": ("columns", "    __syncthreads();\n    i32 lane", "    i32 lane"),
     "one column is left out": ("columns", "if (j > c && j < n) work[t]", "if (j > c + 1 && j < n) work[t]"),
-    "scales are read before they are there": ("k_quants", "    room.first[room.sub] = found.scale;\n    __syncthreads();", "    room.first[room.sub] = found.scale;"),
+    "scales are read before they are there": (
+        "k_quants", "    room.first[room.sub] = found.scale;\n    __syncthreads();", "    room.first[room.sub] = found.scale;"
+    ),
     "a step of the search is left out": ("k_quants", "for (i32 k = -9; k < 10; ++k)", "for (i32 k = -8; k < 10; ++k)"),
-    "a barrier that not all reach": ("cache", "    i32 head = (i32)blockIdx.x, which", "    if (threadIdx.x == 3) __syncthreads();\n    i32 head = (i32)blockIdx.x, which"),
+    "a barrier that not all reach": (
+        "cache", "    i32 head = (i32)blockIdx.x, w", "    if (threadIdx.x == 3) __syncthreads();\n    i32 head = 0, w"
+    ),
 }  # fmt: skip
 
 
@@ -264,3 +273,91 @@ def test_every_kernel_compiles_without_spills_or_warnings(module: str, architect
     kernels = re.findall(r"^QK_KERNEL[^(]*\([^)]*\)\s+(\w+)\(", nvrtc.source(module), re.MULTILINE)
     assert [row.kernel for row in rows] == sorted(kernels)
     assert all(row.spilled == 0 and 0 < row.registers <= 168 and row.shared <= 48 << 10 for row in rows), rows
+
+
+def test_the_gpu_script_runs_every_operation(shim: Ops, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it does on a GPU, on the CPU's fibers and at a small size."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("gpu", Path(__file__).parent / "bench" / "gpu.py")
+    assert spec is not None and spec.loader is not None
+    gpu = importlib.util.module_from_spec(spec)
+    sys.modules["gpu"] = gpu
+    spec.loader.exec_module(gpu)
+    bench = gpu.Bench(shim.on, 1)
+    gpu.run(bench, 256, 12, 3)
+    wrong = [row.operation for row in bench.rows if not row.right]
+    assert len(bench.rows) == 36 and not wrong, wrong
+
+
+def test_sanitizers_see_nothing(tmp_path: Path) -> None:
+    """The kernels' own tests again, compiled with the address and undefined-behaviour sanitizers, in a process of their own."""
+    runtime = subprocess.run([str(COMPILER), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(runtime).is_file():
+        pytest.skip("g++ has no address sanitizer here")
+    script = Path(__file__).parent / "shim" / "sanitized.py"
+    environment = {**os.environ, "LD_PRELOAD": str(Path(runtime).resolve()), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, env=environment, timeout=400)
+    assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("why", ["no package", "no device", "a compiler that fails"])
+def test_without_cuda_the_next_backend_does_it_and_says_so_once(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "no package":
+        monkeypatch.setitem(sys.modules, "cuda.core", None)
+        text = "pip install 'quantkit\\[cuda\\]'"
+    elif why == "no device":
+        text = "torch .* (is built without CUDA|sees no CUDA device)"
+    else:
+        text = "pack.cu does not compile for sm_90: .*nonsense"
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(nvrtc, "CACHE", "/nowhere")
+        monkeypatch.setattr(nvrtc, "source", lambda module: 'extern "C" __global__ void f() { nonsense(); }')
+    if why != "no package":
+        pytest.importorskip("cuda.core")
+    launch.launcher.cache_clear()
+    backend = Backend(torch.device("cuda"), 2)
+    for name in ("gptq_columns", "round_affine"):
+        assert backend.op(name, round_reference) is round_reference
+        assert re.search(text, backend.reasons[name])
+    assert len(backend.notices) == 1 and backend.notices[0].startswith("plain PyTorch instead of CUDA kernels")
+    with pytest.raises(BackendError, match=f"--backend cuda: .*{text}"):
+        Backend(torch.device("cuda"), 2, must=True).op("gptq_columns", columns_reference)
+
+
+def test_backend_cuda_is_an_error_without_a_device(run_cli: Callable[..., Any], llama: Path, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    code, _, err = run_cli("rtn", llama, "-o", tmp_path / "out", "--backend", "cuda")
+    assert code == 1 and "--backend cuda: torch" in err and not (tmp_path / "out").exists()
+    assert run_cli("rtn", llama, "-o", tmp_path / "out", "--backend", "cuda", "--device", "cpu")[0] == 2
+    assert run_cli("rtn", llama, "-o", tmp_path / "out", "--backend", "reference", "-q")[0] == 0
+
+
+def test_doctor_says_what_works_and_what_does_not(run_cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9" if name == "llm-quantkit" else real(name))
+    code, document, err = run_cli("doctor", "--json")
+    assert code == 0 and [row["backend"] for row in document["backends"]] == ["reference", "cpu", "cuda"]
+    assert "gptq_columns" in document["backends"][1]["operations"]
+    if not torch.cuda.is_available():
+        assert not document["backends"][2]["works"] and "CUDA" in document["backends"][2]["reason"]
+    assert any("llm-quantkit 0.9 installs a command named quantkit" in text for text in document["problems"]) and "llm-quantkit" in err
+
+
+def test_a_cubin_made_ahead_of_time_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "pack.sm_90.cubin").write_bytes(b"made by nvcc")
+    monkeypatch.setattr(nvrtc, "data_folder", lambda name: tmp_path)
+    assert nvrtc.load_cubin("pack", "sm_90") == b"made by nvcc"
+
+
+def test_cubins_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.core")
+    built = nvrtc.load_cubin("cache", "sm_80", tmp_path)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".cubin"]
+    monkeypatch.setattr(nvrtc, "compile_module", lambda *words: pytest.fail("compiled again"))
+    assert nvrtc.load_cubin("cache", "sm_80", tmp_path) == built

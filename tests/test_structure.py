@@ -151,6 +151,7 @@ def test_readme_names_real_commands_and_flags() -> None:
             "reproduce",
             "plan",
             "report",
+            "doctor",
         )
     }
     helps["plan"] += helps["awq"]  # it takes the flags of the run that it plans

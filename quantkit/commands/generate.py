@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quantkit import memory
-from quantkit.commands._options import BenchOptions, GenerateOptions, InferOptions
+from quantkit.commands._infer_options import BenchOptions, GenerateOptions, InferOptions
 from quantkit.corpus import render_chat
 from quantkit.errors import SourceError, UsageError
 from quantkit.foreign import foreign, readable

@@ -13,12 +13,12 @@ from quantkit import corpus, export, forecast, memory, stopwatch
 from quantkit.backends import Backend
 from quantkit.commands._options import ExportOptions, PlanOptions, RunOptions
 from quantkit.commands.export import wishes_of
-from quantkit.commands.quantize import LIBRARIES, choose_schedule, load_of, make_passes, needs_data, pick_format, settle_dtype
+from quantkit.commands.quantize import LIBRARIES, choose_schedule, device_of, load_of, make_passes, needs_data, pick_format, settle_dtype
 from quantkit.errors import UsageError
 from quantkit.forecast import Load, Room
 from quantkit.formats import gguf_write
 from quantkit.importance import load as load_matrix
-from quantkit.loader import Loader, pick_device
+from quantkit.loader import Loader
 from quantkit.mixture import load_policy
 from quantkit.plan import Plan, make_plan
 from quantkit.report import Eye, mib, print_json
@@ -75,7 +75,7 @@ def _numbers(text: str, flag: str) -> list[int]:
 
 def _foresee_run(source: Source, method: str, options: Any, asked: RunOptions, measure: bool, eye: Eye) -> Outlook:
     form = pick_format(method, options, asked.format)
-    loader = Loader(source, pick_device(asked.device))
+    loader = Loader(source, device_of(asked))
     found = make_plan(loader, "scale" if form.name == "hf" else method, options, form, settle_dtype(asked, source), asked.strict)
     data = needs_data(method, options)
     load = load_of(loader, method, options, asked, asked.samples if data else 0, asked.seq_len)
@@ -122,7 +122,7 @@ def _after(found: Plan, name: str) -> int:
 def _time(loader: Loader, found: Plan, method: str, options: Any, asked: RunOptions, load: Load, schedule: str,
           start: float) -> dict[str, float]:  # fmt: skip
     """Return the seconds of a run by phase, measured where that is quick."""
-    passes = make_passes(loader, method, options, Backend(loader.device, torch.get_num_threads(), asked.reference), schedule)
+    passes = make_passes(loader, method, options, Backend(loader.device, torch.get_num_threads(), asked.plain), schedule)
     recording, recorded = stopwatch.time_recording(loader, load) if load.samples else (None, 0.0)
     one = stopwatch.time_block(loader, found, recording, passes)
     blocks = stopwatch.blocks_seconds(loader, one, -(-load.samples // load.batch) if load.samples else 0)

@@ -13,11 +13,12 @@ import torch
 
 from quantkit import __version__, artifact, corpus, forecast, manifest, memory, perplexity
 from quantkit.backends import Backend
+from quantkit.backends.cuda.launch import missing_device
 from quantkit.calibrate import SCHEDULES, Recording, record
 from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import RunOptions
 from quantkit.commands._proof import finish, origin, versions
-from quantkit.errors import PlanError, StrictError, UsageError, name_list
+from quantkit.errors import BackendError, PlanError, StrictError, UsageError, name_list
 from quantkit.forecast import Load
 from quantkit.formats import FORMATS
 from quantkit.journal import Journal
@@ -106,7 +107,7 @@ def prepare(method: str, model: str, options: Any, asked: RunOptions, source: So
             source.require_finite()
         for text in [*source.notices, *artifact.check_side_files(source)]:
             eye.notice(text)
-        loader = Loader(source, pick_device(asked.device))
+        loader = Loader(source, device_of(asked))
         if unused := loader.names.unused:
             eye.notice(f"{len(unused)} tensors that the model has no place for are carried over as they are: {name_list(unused)}")
     dtype = settle_dtype(asked, source)
@@ -133,6 +134,15 @@ def pick_format(method: str, options: Any, asked: str) -> Any:
     if plain != (name == "hf"):
         raise UsageError("--format hf holds plain weights: it goes with --then none, and --then none with it alone.")
     return FORMATS[name]
+
+
+def device_of(asked: RunOptions) -> torch.device:
+    """Return the device of a run; an error if --backend insists on kernels that --device, or this machine, does not have."""
+    if asked.backend in ("cpu", "cuda") and not asked.device.startswith(("auto", asked.backend)):
+        raise UsageError(f"--backend {asked.backend} computes on its own device, not on --device {asked.device}.")
+    if asked.backend == "cuda" and not torch.cuda.is_available():
+        raise BackendError(f"--backend cuda: {missing_device()}.")
+    return pick_device(asked.backend if asked.backend in ("cpu", "cuda") and asked.device == "auto" else asked.device)
 
 
 def settle_dtype(asked: RunOptions, source: Source) -> str:
@@ -201,8 +211,10 @@ def begin(job: Job, tokens: corpus.Tokens | None) -> Start:
         eye.notice(f"resuming after block {resumed} of {len(loader.blocks)}")
     loader.source.drop_tokenizer()
     memory.trim()
-    backend = Backend(loader.device, torch.get_num_threads(), asked.reference)
+    backend = Backend(loader.device, torch.get_num_threads(), asked.plain, asked.backend in ("cpu", "cuda"))
     passes = make_passes(loader, job.method, job.options, backend, schedule)
+    for text in backend.notices:
+        eye.notice(text)
     return Start(tokens, load, schedule, settings, journal, passes, backend, before, resumed)
 
 
@@ -319,7 +331,7 @@ def _settings(job: Job, tokens: corpus.Tokens | None, schedule: str, batch: int)
         "batch": batch,
         "device": str(job.loader.device),
         "threads": torch.get_num_threads(),
-        "reference": asked.reference,
+        "reference": asked.plain,
         "versions": versions(),
     }
 

@@ -54,7 +54,9 @@ def main() -> None:
         fast, found = best(lambda values=values, bits=bits, order=order, last=last: pack(values, bits, order, last))
         assert torch.equal(found, wanted)
         words, back = (wanted.T if last else wanted), name != "awq"
-        slow_back, codes_again = best(lambda words=words, bits=bits, order=order, back=back: _bits.unpack_reference(words, bits, order, back))
+        slow_back, codes_again = best(
+            lambda words=words, bits=bits, order=order, back=back: _bits.unpack_reference(words, bits, order, back)
+        )
         fast_back, found = best(lambda words=words, bits=bits, order=order, back=back: unpack(words, bits, order, back))
         assert torch.equal(found, codes) and torch.equal(codes_again, codes)
         print(f"{name:<24} pack {1e3 * slow:7.2f} {1e3 * fast:7.2f} {slow / fast:6.1f}x   "

@@ -141,7 +141,12 @@ def _pack_across4(values: Any, words: Any, order: Any, first: int, last: int, le
                 both[m] = (a[m] & np.uint8(15)) | (b[m] << np.uint8(4))
         out, p, q, r, s = words[w, left:right], pairs[0], pairs[1], pairs[2], pairs[3]
         for m in range(out.size):
-            out[m] = np.uint32(p[m]) | (np.uint32(q[m]) << np.uint32(8)) | (np.uint32(r[m]) << np.uint32(16)) | (np.uint32(s[m]) << np.uint32(24))
+            out[m] = (
+                np.uint32(p[m])
+                | (np.uint32(q[m]) << np.uint32(8))
+                | (np.uint32(r[m]) << np.uint32(16))
+                | (np.uint32(s[m]) << np.uint32(24))
+            )
 
 
 @jit
@@ -223,7 +228,13 @@ def unpack_fields(threads: int) -> Callable[..., Tensor]:
         given = words.numpy().view(np.uint32)
         along = last and tuple(order) == IN_ORDER and n % 16 == 0
         turned = given.T if along else given
-        rows = turned if _contiguous_rows(turned) else _turned(turned.T, threads) if _contiguous_rows(turned.T) else np.ascontiguousarray(turned)
+        rows = (
+            turned
+            if _contiguous_rows(turned)
+            else _turned(turned.T, threads)
+            if _contiguous_rows(turned.T)
+            else np.ascontiguousarray(turned)
+        )
         if along and bits == 8:
             return torch.from_numpy(rows.view(np.uint8) if rows is not turned else rows.copy().view(np.uint8))
         if along:

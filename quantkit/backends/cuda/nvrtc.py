@@ -68,7 +68,7 @@ def compile_module(module: str, architecture: str) -> Built:
     try:
         found = core.Program(source(module), "c++", options).compile("cubin", logs=log)
     except Exception as error:  # whatever the package raises, its text is the compiler's
-        lines = [line for line in f"{error}\n{log.getvalue()}".splitlines() if "error" in line.lower()]
+        lines = [line.strip() for line in f"{error}\n{log.getvalue()}".splitlines() if "error:" in line.lower()]
         raise BackendError(f"{module}.cu does not compile for {architecture}: {lines[0] if lines else error}") from None
     if re.search(r"\bwarning\b", log.getvalue(), re.IGNORECASE):
         raise BackendError(f"{module}.cu compiles for {architecture} with warnings: {log.getvalue().strip()}")
