@@ -40,7 +40,8 @@ def print_json(document: dict[str, Any]) -> None:
 class Eye(Events):
     """The view of a run: overall progress, time left, memory, and the last layers' relative output errors."""
 
-    def __init__(self, quiet: bool = False, log_file: str = "") -> None:
+    def __init__(self, quiet: bool = False, log_file: str = "", label: str = "") -> None:
+        self.label = f"{label}: " if label else ""
         self.log_file = Path(log_file) if log_file else None
         self.budget = 0.0
         self.console = Console(stderr=True, quiet=quiet, highlight=False)
@@ -83,7 +84,7 @@ class Eye(Events):
         """Say what begins."""
         self._event("phase", text=text)
         spent = time.perf_counter() - self.began
-        self.console.print(f"[dim]{spent:7.1f} s, peak {mib(memory.peak())}[/dim]  {text}", soft_wrap=True)
+        self.console.print(f"[dim]{spent:7.1f} s, peak {mib(memory.peak())}[/dim]  {self.label}{text}", soft_wrap=True)
 
     def notice(self, text: str) -> None:
         """Say what the user should know."""
@@ -121,7 +122,7 @@ class Eye(Events):
             mean = sum(self.errors) / len(self.errors)
             seconds = time.perf_counter() - self.block_began
             self.console.print(
-                f"  block {index}/{total}: mean error {mean:.5f}, {seconds:.1f} s, memory {mib(self.process.memory_info().rss)}"
+                f"  {self.label}block {index}/{total}: mean error {mean:.5f}, {seconds:.1f} s, memory {mib(self.process.memory_info().rss)}"
             )
         self.errors.clear()
 

@@ -139,3 +139,29 @@ def test_states_of_blocks_that_are_done_come_from_the_float_blocks(llama: Path) 
         states = model.model(torch.arange(8).view(1, 8), output_hidden_states=True).hidden_states
     found = model.model.norm(recording.states[0])
     assert torch.allclose(found, states[-1], atol=1e-4)
+
+
+def test_side_by_side_gives_the_bytes_of_one_by_one(recipe: Path, llama: Path, tmp_path: Path, run_cli: Run) -> None:
+    code, document, err = run_cli("run", recipe, llama, "-o", tmp_path / "two", "--json")
+    assert code == 0 and [Path(one["output"]).name for one in document["outputs"]] == [*ALONE, "m.gguf"], err
+    assert "gptq: quantizing 3 blocks" in err and "three: block 1/3" in err and "awq: block 1/3" in err
+    assert run_cli("run", recipe, llama, "-o", tmp_path / "one", "--one-by-one", "-q")[0] == 0
+    for name in ALONE:
+        same(tmp_path / "one" / name, tmp_path / "two" / name)
+
+
+def test_one_that_fails_ends_the_other_which_goes_on_later(recipe: Path, llama: Path, tmp_path: Path, run_cli: Run,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    real = Journal.commit
+
+    def commit(journal: Journal, *args: Any) -> None:
+        if journal.partial.name == "three.partial" and journal.done == 1:
+            raise OSError(28, "no space", str(journal.partial))
+        real(journal, *args)
+
+    monkeypatch.setattr(Journal, "commit", commit)
+    code, _, err = run_cli("run", recipe, llama, "-o", tmp_path / "out", "-q")
+    assert code == 1 and "disk is full" in err and not (tmp_path / "out" / "gptq").exists()
+    monkeypatch.setattr(Journal, "commit", real)
+    code, document, err = run_cli("run", recipe, llama, "-o", tmp_path / "out", "--json")
+    assert code == 0 and document["outputs"][1]["resumed_from_block"] == 1, err

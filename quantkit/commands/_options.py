@@ -319,6 +319,7 @@ class RecipeOptions(SourceOptions):
     share_activations: bool = option(
         False, "Quantize all outputs on one stream of activations, the unquantized model's (--float-stream): faster, somewhat worse."
     )
+    one_by_one: bool = option(False, "Quantize outputs one after the other, not two at a time where memory allows; the bytes are the same.")
     output: str = option("", "Folder for the outputs; default: here.", short="-o")
     calibration: str = option("", "Calibration data instead of the recipe's.")
     device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")

@@ -13,7 +13,17 @@ from quantkit import corpus, export, forecast, memory, stopwatch
 from quantkit.backends import Backend
 from quantkit.commands._options import ExportOptions, PlanOptions, RunOptions
 from quantkit.commands.export import wishes_of
-from quantkit.commands.quantize import LIBRARIES, choose_schedule, device_of, load_of, make_passes, needs_data, pick_format, settle_dtype
+from quantkit.commands.quantize import (
+    LIBRARIES,
+    choose_schedule,
+    device_of,
+    is_whole,
+    load_of,
+    make_passes,
+    needs_data,
+    pick_format,
+    settle_dtype,
+)
 from quantkit.errors import UsageError
 from quantkit.forecast import Load, Room
 from quantkit.formats import gguf_write
@@ -83,7 +93,7 @@ def _foresee_run(source: Source, method: str, options: Any, asked: RunOptions, m
     if data:
         _draw(source, asked)
     start, drawing = drawing, stopwatch.since_start() - drawing
-    schedule, full = choose_schedule(loader, method, options, asked, load, eye) if data else "none", _whole(method, options)
+    schedule, full = choose_schedule(loader, method, options, asked, load, eye) if data else "none", is_whole(method, options)
     held = max(LIBRARIES, psutil.Process().memory_info().rss)
     rooms = [Room(memory.peak(), 0, "opening"), *forecast.opening_room(loader, load, held)]
     rooms.append(forecast.blocks_room(loader, load, schedule, held, full))
@@ -107,11 +117,6 @@ def _draw(source: Source, asked: RunOptions) -> None:
     corpus.draw(tokenizer, asked.calibration if local else "bundled", asked.samples, asked.seq_len, asked.seed, asked.column, True)
     source.drop_tokenizer()
     memory.trim()
-
-
-def _whole(method: str, options: Any) -> bool:
-    """Tell whether a run collects whole Hessians, or only their diagonal tiles."""
-    return getattr(options, "then", method) == "gptq"
 
 
 def _after(found: Plan, name: str) -> int:

@@ -182,18 +182,22 @@ def _plan_document(plan: Plan) -> dict[str, Any]:
 
 
 def _quantize(job: Job) -> dict[str, Any]:
-    tokens = draw_tokens(job.loader, job.asked, job.eye) if needs_data(job.method, job.options) else None
-    start = begin(job, tokens)
-    recording = record_for(job, start) if tokens is not None and start.journal.done < len(job.loader.blocks) else None
-    words = f", {start.schedule}" if tokens else ""
+    start = begin(job, draw_tokens(job.loader, job.asked, job.eye) if needs_data(job.method, job.options) else None)
+    run_blocks(job, start)
+    return conclude(job, start)
+
+
+def run_blocks(job: Job, start: Start) -> None:
+    """Quantize the blocks that are not done yet."""
+    waits = start.tokens is not None and start.journal.done < len(job.loader.blocks)
+    recording = record_for(job, start) if waits else None
+    words = f", {start.schedule}" if start.tokens else ""
     job.eye.phase(f"quantizing {len(job.loader.blocks)} blocks on {job.loader.device}{words}")
     job.eye.budget = job.asked.budget_seconds
     if start.schedule != "float":
         quantize_blocks(job.loader, job.plan, recording, start.passes, job.form, start.journal, job.eye)
     elif recording is not None:
         quantize_streams(job.loader, [lane_of(job, start)], recording, job.eye)
-    del recording
-    return conclude(job, start)
 
 
 def begin(job: Job, tokens: corpus.Tokens | None) -> Start:
@@ -231,7 +235,7 @@ def record_for(job: Job, start: Start) -> Recording:
 
 def lane_of(job: Job, start: Start) -> Lane:
     """Return a job as one of several on the float stream."""
-    return Lane(job.plan, start.passes, job.form, start.journal, getattr(job.options, "then", job.method) != "gptq")
+    return Lane(job.plan, start.passes, job.form, start.journal, not is_whole(job.method, job.options))
 
 
 def conclude(job: Job, start: Start) -> dict[str, Any]:
@@ -293,11 +297,16 @@ def load_of(loader: Loader, method: str, options: Any, asked: RunOptions, sample
     return Load(samples, min(options.paired, samples) if corrects else 0, length, asked.batch or max(1, 2048 // length))
 
 
+def is_whole(method: str, options: Any) -> bool:
+    """Tell whether a run collects whole Hessians, or only their diagonal tiles."""
+    return bool(getattr(options, "then", method) == "gptq")
+
+
 def choose_schedule(loader: Loader, method: str, options: Any, asked: RunOptions, load: Load, eye: Eye) -> str:
     """Return the schedule's name: one pass where what it holds fits the budget; the float stream if it is asked for."""
     if asked.float_stream:
         return "float"
-    held, full = max(LIBRARIES, psutil.Process().memory_info().rss), getattr(options, "then", method) == "gptq"
+    held, full = max(LIBRARIES, psutil.Process().memory_info().rss), is_whole(method, options)
     one, two = (forecast.blocks_room(loader, load, name, held, full).total for name in ("one-pass", "two-pass"))
     budget = asked.max_memory_bytes or int(psutil.virtual_memory().available * 0.8)
     if two > budget:
