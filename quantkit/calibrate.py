@@ -1,19 +1,13 @@
-"""Token batches in, statistics out; the only place with forward hooks.
+"""Token batches in, recordings and replays of blocks out.
 
 The arguments of every block are recorded, not only the first one's: families with mixed layer types hand each
 block its own mask and rotary embedding. Replay then needs one block in memory and nothing of the rest of the model.
 
-Two schedules fill the statistics of a block's input groups; both are generators that yield a group when its inputs
-are complete, let the caller edit the group's weights, and go on:
-
-- one pass: each batch's forward runs in a thread of its own, one at a time by baton, and waits at the first linear
-  of each group until all batches are there. Every linear is computed once, on weights already quantized.
-- two passes: all statistics in one replay, then a second replay for the outputs. Half the speed, less memory.
+What is done with the replays is the schedules' business (schedules.py).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,20 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import PlanError
-from quantkit.loader import Loader, is_linear
+from quantkit.loader import Loader, is_expert_stack, is_linear
 from quantkit.memory import SPILL_FROM, Spill
-from quantkit.tensors import BlockView, InputGroup, LayerStats
+from quantkit.tensors import BlockView, InputGroup
 
 PROBE_TOKENS = 8
-LANE_STACK = 1 << 20  # below the size of a huge page, which a larger stack would take whole at its first touch
 
 
 class _Stop(Exception):
     """Ends a forward pass whose rest is not wanted."""
-
-
-class _Cancelled(BaseException):
-    """Ends a lane whose result is not wanted any more."""
 
 
 @dataclass(frozen=True)
@@ -198,25 +187,29 @@ def run_block(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
 def trace_groups(block: nn.Module, hidden: Tensor, call: Call) -> list[InputGroup]:
     """Return the block's input groups by running it once on a few tokens.
 
-    Linears that are given the very same tensor form a group; groups are in the order of their first call.
+    Linears that are given the very same tensor form a group, a stack of experts one of its own; groups are in the order
+    of their first call.
     """
     seen: dict[Any, list[str]] = {}
+    found: dict[Any, InputGroup] = {}
     inputs: list[Tensor] = []
 
     def look(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         inputs.append(args[0])  # kept alive, so that an address means one tensor
-        key = (args[0].data_ptr(), tuple(args[0].shape), args[0].stride())
+        experts = len(module.get_parameter("down_proj")) if is_expert_stack(module) else 0
+        key = (name if experts else args[0].data_ptr(), tuple(args[0].shape), args[0].stride())
         seen.setdefault(key, [])
         if name not in seen[key]:
             seen[key].append(name)
+        found[key] = InputGroup(tuple(seen[key]), args[0].shape[-1], experts)
 
-    handles = [m.register_forward_pre_hook(partial(look, n)) for n, m in block.named_modules() if is_linear(m)]
+    handles = [m.register_forward_pre_hook(partial(look, n)) for n, m in block.named_modules() if is_linear(m) or is_expert_stack(m)]
     try:
         run_block(block, hidden, call)
     finally:
         for handle in handles:
             handle.remove()
-    return [InputGroup(tuple(names), key[1][-1]) for key, names in seen.items()]
+    return list(found.values())
 
 
 def view_block(loader: Loader, recording: Recording, index: int) -> BlockView:
@@ -227,173 +220,4 @@ def view_block(loader: Loader, recording: Recording, index: int) -> BlockView:
     def replay(module: nn.Module, hidden: Tensor, batch: int) -> Tensor:
         return run_block(module, hidden.to(loader.device), recording.calls[batch][index]).cpu()
 
-    return BlockView(index, loader.block_name(index), block, groups, replay, None, recording.rest)
-
-
-class _Lane:
-    """One batch's forward pass in a thread that runs only while it holds the baton."""
-
-    def __init__(self, work: Callable[[_Lane], Tensor]) -> None:
-        self.go, self.arrived = threading.Semaphore(0), threading.Semaphore(0)
-        self.input: Tensor | None = None
-        self.result: Tensor | None = None
-        self.error: BaseException | None = None
-        self.cancelled = False
-        self.thread = threading.Thread(target=self._run, args=(work,), daemon=True)
-        before = threading.stack_size(LANE_STACK)
-        try:
-            self.thread.start()
-        finally:
-            threading.stack_size(before)
-
-    def _run(self, work: Callable[[_Lane], Tensor]) -> None:
-        self.go.acquire()
-        try:
-            if not self.cancelled:
-                with torch.no_grad():
-                    self.result = work(self)
-        except BaseException as error:  # handed to the thread that waits in `step`
-            self.error = error
-        self.arrived.release()
-
-    def wait(self, inputs: Tensor) -> None:
-        """Called inside the lane: hand over the inputs of a group and wait for the baton."""
-        self.input = inputs
-        self.arrived.release()
-        self.go.acquire()
-        if self.cancelled:
-            raise _Cancelled
-
-    def step(self) -> Tensor | None:
-        """Give the lane the baton until it waits again; return its inputs, or None when its forward is done."""
-        self.go.release()
-        self.arrived.acquire()
-        if self.error is not None:
-            raise self.error
-        inputs, self.input = self.input, None
-        return inputs
-
-    def cancel(self) -> None:
-        """End a lane that is waiting."""
-        self.cancelled = True
-        self.go.release()
-        self.thread.join()
-
-
-Groups = Iterator[tuple[InputGroup, LayerStats]]
-Statistics = dict[InputGroup, LayerStats]
-
-
-def one_pass(view: BlockView, states: list[Tensor], exact: list[Tensor], device: torch.device, tiles: bool = False) -> Groups:
-    """Yield each input group when all batches have reached it; afterwards `states` holds the block's outputs.
-
-    exact: the unquantized model's states for the first batches; they run through `view.exact` in step with the others.
-    tiles: whether only the diagonal tiles of the Hessians are wanted.
-    """
-    by_thread: dict[int, _Lane] = {}
-
-    def work(module: nn.Module, hidden: Tensor, batch: int, lane: _Lane) -> Tensor:
-        by_thread[threading.get_ident()] = lane
-        return view.replay(module, hidden, batch)
-
-    def stop(module: nn.Module, args: tuple[Any, ...]) -> None:
-        by_thread[threading.get_ident()].wait(args[0])
-
-    modules = [view.module] if view.exact is None else [view.module, view.exact]
-    firsts = [module.get_submodule(group.names[0]) for module in modules for group in view.groups]
-    handles = [module.register_forward_pre_hook(stop) for module in firsts]
-    lanes: list[_Lane] = []
-    twins: list[_Lane] = []
-    try:
-        lanes = [_Lane(partial(work, view.module, state, batch)) for batch, state in enumerate(states)]
-        if view.exact is not None:
-            twins = [_Lane(partial(work, view.exact, state, batch)) for batch, state in enumerate(exact)]
-        for group in view.groups:
-            stats = LayerStats(group.width, device, tiles)
-            for batch, lane in enumerate(lanes):
-                inputs = _step(lane, view, group)
-                stats.add(inputs)
-                if batch < len(twins):
-                    stats.pair(inputs, _step(twins[batch], view, group))
-                del inputs
-            view.rest()
-            yield group, stats
-            del stats
-        for runners, results in ((lanes, states), (twins, exact)):
-            for lane, state in zip(runners, results, strict=True):
-                lane.step()
-                assert lane.result is not None
-                state.copy_(lane.result)
-                lane.result = None
-    finally:
-        for handle in handles:
-            handle.remove()
-        for lane in [*lanes, *twins]:
-            lane.cancel()
-
-
-def _step(lane: _Lane, view: BlockView, group: InputGroup) -> Tensor:
-    inputs = lane.step()
-    if inputs is None:
-        raise PlanError(f"{view.name}: a batch never reached {group.names[0]}; use --schedule two-pass.")
-    return inputs
-
-
-@torch.no_grad()
-def two_pass(view: BlockView, states: list[Tensor], exact: list[Tensor], device: torch.device, tiles: bool = False) -> Groups:
-    """Yield each input group with statistics taken on the unquantized block; then replay for the outputs."""
-    stats = {group: LayerStats(group.width, device, tiles) for group in view.groups}
-    seen: dict[InputGroup, Tensor] = {}
-
-    def see(group: InputGroup, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not exact:
-            stats[group].add(args[0])
-        elif group in seen:
-            stats[group].pair(args[0], seen.pop(group))
-            stats[group].add(args[0])
-        else:
-            seen[group] = args[0]
-
-    firsts = [(group, view.module.get_submodule(group.names[0])) for group in view.groups]
-    handles = [module.register_forward_pre_hook(partial(see, group)) for group, module in firsts]
-    try:
-        for batch, state in enumerate(states):
-            if batch == len(exact):
-                exact = []  # no more pairs: `see` adds what it is given
-            elif exact:
-                exact[batch].copy_(view.replay(view.module, exact[batch], batch))
-            view.replay(view.module, state, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for group in view.groups:
-        yield group, stats.pop(group)
-    for batch, state in enumerate(states):
-        state.copy_(view.replay(view.module, state, batch))
-
-
-@torch.no_grad()
-def float_pass(view: BlockView, states: list[Tensor], device: torch.device, kinds: set[bool], advance: bool) -> dict[bool, Statistics]:
-    """Return every input group's statistics on the block as it is, by whether they hold only diagonal tiles (`kinds`).
-
-    advance: whether `states` become the block's outputs.
-    """
-    found = {tiles: {group: LayerStats(group.width, device, tiles) for group in view.groups} for tiles in kinds}
-
-    def see(group: InputGroup, module: nn.Module, args: tuple[Any, ...]) -> None:
-        for stats in found.values():
-            stats[group].add(args[0])
-
-    handles = [view.module.get_submodule(g.names[0]).register_forward_pre_hook(partial(see, g)) for g in view.groups]
-    try:
-        for batch, state in enumerate(states):
-            output = view.replay(view.module, state, batch)
-            if advance:
-                state.copy_(output)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
-SCHEDULES = {"one-pass": one_pass, "two-pass": two_pass}
+    return BlockView(index, loader.block_name(index), block, groups, replay, None, recording.rest, loader.expert_modules(index))

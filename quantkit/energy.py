@@ -15,7 +15,8 @@ from torch import nn
 
 from quantkit.calibrate import Recording, view_block
 from quantkit.importance import Entry
-from quantkit.loader import Loader
+from quantkit.loader import Loader, is_expert_stack
+from quantkit.schedules import expert_inner
 
 
 @torch.no_grad()
@@ -26,7 +27,7 @@ def watch_blocks(loader: Loader, recording: Recording) -> Iterator[tuple[int, di
         view = view_block(loader, recording, index)
         found: dict[str, Entry] = {}
         handles = []
-        for group in view.groups:
+        for group in (group for group in view.groups if not group.experts):
             energy = Entry(torch.zeros(1, group.width), torch.zeros(1))
             found |= dict.fromkeys(group.names, energy)
             handles.append(view.module.get_submodule(group.names[0]).register_forward_pre_hook(partial(_see, energy)))
@@ -51,12 +52,6 @@ def _see(energy: Entry, module: nn.Module, args: tuple[Any, ...]) -> None:
     energy.see(args[0])
 
 
-def is_expert_stack(module: Any) -> bool:
-    """Tell whether a module is transformers' stack of gated experts: [experts, 2 * width, in] and [experts, out, width]."""
-    stacks = (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None))
-    return hasattr(module, "act_fn") and all(isinstance(stack, nn.Parameter) and stack.dim() == 3 for stack in stacks)
-
-
 def _see_experts(outer: Entry, inner: Entry, module: Any, args: tuple[Any, ...]) -> None:
     """Add each expert's tokens, and what its gate and up make of them; args: hidden [tokens, in], experts [tokens, k], ..."""
     hidden, chosen = args[0].reshape(-1, args[0].shape[-1]), args[1].reshape(-1, args[1].shape[-1])
@@ -64,5 +59,4 @@ def _see_experts(outer: Entry, inner: Entry, module: Any, args: tuple[Any, ...])
         rows = hidden[(chosen == expert).any(1)]
         if len(rows):
             outer.see(rows, expert)
-            gate, up = nn.functional.linear(rows, module.gate_up_proj[expert]).chunk(2, dim=-1)
-            inner.see(module.act_fn(gate) * up, expert)
+            inner.see(expert_inner(module, rows, expert), expert)

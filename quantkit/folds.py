@@ -30,11 +30,11 @@ def find_pairs(view: BlockView, hidden: Tensor, call: Call, head: int) -> tuple[
 
     hidden: a few tokens' states entering the block, [1, tokens, width]; head: columns of an attention head.
     """
-    block = view.module
-    makers, before = _trace(block, hidden, call, view.groups)
+    block, groups = view.module, [group for group in view.groups if not group.experts]
+    makers, before = _trace(block, hidden, call, groups)
     reference = run_block(block, hidden, call)
     pairs, refused = [], []
-    for group in view.groups:
+    for group in groups:
         candidates = _candidates(block, group, makers[group], before[group], head)
         found = next((pair for pair in candidates if _holds(block, pair, hidden, call, reference)), None)
         if found is None:

@@ -78,7 +78,7 @@ def blocks_room(loader: Loader, load: Load, schedule: str, held: int, full: bool
     """
     linears = [module.get_parameter("weight").shape for module in loader.linears(0).values()]
     hidden, widest = loader.model.get_input_embeddings().weight.shape[1], max(max(shape) for shape in linears)
-    block = 4 * sum(shape[0] * shape[1] for shape in linears)
+    block = 4 * sum(parameter.numel() for parameter in loader.blocks[0].parameters())
     tokens = load.length * (load.samples + load.paired)
     states = states_bytes(loader, load)
     if not load.samples:

@@ -170,6 +170,12 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or is_conv1d(module)
 
 
+def is_expert_stack(module: Any) -> bool:
+    """Tell whether a module is transformers' stack of gated experts: [experts, 2 * width, in] and [experts, out, width]."""
+    stacks = (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None))
+    return hasattr(module, "act_fn") and all(isinstance(stack, nn.Parameter) and stack.dim() == 3 for stack in stacks)
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Tell whether a module is transformers' Conv1D."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
@@ -301,6 +307,16 @@ class Loader:
         if module in self.names.stacks:
             return [source for members in self.names.stacks[module].values() for source in members.values()]
         return [self.names.to_source[module if module in self.names.to_source else f"{module}.weight"]]
+
+    def expert_modules(self, index: int) -> dict[tuple[str, str, int], str]:
+        """Return (stack's name in the block, part, expert) -> the full name of the module that the checkpoint has it as."""
+        found: dict[tuple[str, str, int], str] = {}
+        prefix = f"{self.block_name(index)}."
+        for target, parts in self.names.stacks.items():
+            if target.startswith(prefix):
+                stack = target.removeprefix(prefix).rpartition(".")[0]
+                found |= {(stack, part, n): source.removesuffix(".weight") for part, held in parts.items() for n, source in held.items()}
+        return found
 
     def linear_names(self) -> list[str]:
         """Return the full names of the linear layers of all blocks."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit import memory
 from quantkit.calibrate import Recording, run_block, view_block
@@ -101,8 +101,8 @@ def quantize_blocks(loader: Loader, plan: Plan, recording: Recording | None, pas
                 if fresh:  # the first solve compiles its kernels, which leaves tens of megabytes behind
                     memory.trim()
                     fresh = False
-        for row in missed_rows(plan, index, notes):
-            solve_group(loader, [row], LayerStats(row.shape[1]) if recording else None, passes.solver, form, tensors, notes, events)
+        for rows in missed_rows(plan, index, notes):
+            solve_group(loader, rows, LayerStats(rows[0].shape[1]) if recording else None, passes.solver, form, tensors, notes, events)
         tensors |= edited_tensors(loader, plan, folds)
         last = index == len(loader.blocks) - 1
         journal.commit(tensors, notes, states + exact if recording and not last else None, folds.notes)
@@ -138,10 +138,13 @@ def scale_block(loader: Loader, plan: Plan, recording: Recording, scaler: Any, v
     return Folds([f"{view.name}.{name}" for name in folds.changed], folds.notes)
 
 
-def missed_rows(plan: Plan, index: int, notes: list[dict[str, Any]]) -> list[PlanRow]:
-    """Return the packed rows of a block that no group held: nothing reached them in the traced run."""
+def missed_rows(plan: Plan, index: int, notes: list[dict[str, Any]]) -> list[list[PlanRow]]:
+    """Return the packed rows of a block that no group held, those together that runtimes fuse: nothing reached them, or nothing ran."""
     solved = {note["module"] for note in notes}
-    return [row for row in plan.packed if row.block == index and row.module not in solved]
+    missed = {row.module: row for row in plan.packed if row.block == index and row.module not in solved}
+    fused = fused_sets(missed)
+    alone = set(missed) - {name for names in fused for name in names}
+    return [[missed[name] for name in names] for names in [*fused, *([name] for name in missed if name in alone)]]
 
 
 def edited_tensors(loader: Loader, plan: Plan, folds: Folds) -> dict[str, Tensor]:
@@ -164,7 +167,7 @@ def bare_view(loader: Loader, index: int) -> BlockView:
 
 def rows_of(plan: Plan, view: BlockView, names: tuple[str, ...]) -> list[PlanRow]:
     """Return the packed rows of a group's linears."""
-    wanted = {f"{view.name}.{name}" for name in names}
+    wanted = {f"{view.name}.{name}" for name in names} | set(names)
     return [row for row in plan.packed if row.module in wanted]
 
 
@@ -173,32 +176,39 @@ def solve_group(loader: Loader, rows: list[PlanRow], stats: LayerStats | None, s
                  notes: list[dict[str, Any]], events: Events) -> None:  # fmt: skip
     """Solve the weights of one input group, put the stored values into the block, and pack them."""
     factors: dict[Any, Any] = {}
-    shared = {row.codec: solver.share([weight_of(loader.model.get_submodule(r.module), r) for r in rows], row.codec) for row in rows}
+    shared = {row.codec: solver.share([weight_of(loader, r) for r in rows], row.codec) for row in rows}
     for row in rows:
         began = time.perf_counter()
         if row.codec not in factors and stats is not None:
             factors[row.codec] = solver.prepare(stats, row.codec)
-        module = loader.model.get_submodule(row.module)
-        result, note = solver.solve(weight_of(module, row), factors.get(row.codec), row.codec, shared[row.codec])
+        result, note = solver.solve(weight_of(loader, row), factors.get(row.codec), row.codec, shared[row.codec])
         if (activation := row.codec.activation) is not None and activation.static:
             assert stats is not None
             result.params["input_scale"] = activation.static_scale(stats.peak)
-        put_weight(module, row, result)
+        put_weight(loader, row, result)
         tensors |= {name: value.cpu() for name, value in form.pack(row.tensor.removesuffix(".weight"), result).items()}
         notes.append(describe(row, result, note))
         events.module(row.module, {**notes[-1], "seconds": time.perf_counter() - began})
 
 
-def weight_of(module: nn.Module, row: PlanRow) -> Tensor:
-    """Return a module's weight as float32 [out, in]."""
-    weight = module.get_parameter("weight").detach()
-    return (weight.T if row.transposed else weight).to(torch.float32).contiguous()
+def _place(loader: Loader, row: PlanRow) -> Tensor:
+    """Return where a row's weight lies, [out, in]: a view of its module's parameter, or of the stack of experts."""
+    if row.stack is None:
+        weight = loader.model.get_submodule(row.module).get_parameter("weight").data
+        return weight.T if row.transposed else weight  # type: ignore[no-any-return]
+    parameter, expert, part = row.stack
+    held: Tensor = loader.model.get_parameter(parameter).data[expert]
+    return held if part == "down" else held.chunk(2)[part == "up"]
 
 
-def put_weight(module: nn.Module, row: PlanRow, result: QuantTensor) -> None:
-    """Replace a module's weight by what the stored tensor stands for."""
-    value = result.dequantize()
-    module.get_parameter("weight").data.copy_(value.T if row.transposed else value)
+def weight_of(loader: Loader, row: PlanRow) -> Tensor:
+    """Return a row's weight as float32 [out, in], a copy only if it has to be."""
+    return _place(loader, row).to(torch.float32).contiguous()
+
+
+def put_weight(loader: Loader, row: PlanRow, result: QuantTensor) -> None:
+    """Replace a row's weight by what the stored tensor stands for."""
+    _place(loader, row).copy_(result.dequantize())
 
 
 def describe(row: PlanRow, result: QuantTensor, note: Any) -> dict[str, Any]:
@@ -242,9 +252,8 @@ def _replay_stored(loader: Loader, plan: Plan, recording: Recording, form: Any, 
         inputs = _round_inputs(loader, plan, index)
         for row in plan.packed:
             if row.block == index:
-                module = loader.model.get_submodule(row.module)
                 stored = store.quant(row.tensor.removesuffix(".weight"))  # type: ignore[attr-defined]
-                put_weight(module, row, stored)
+                put_weight(loader, row, stored)
                 if row.module in inputs:
                     inputs[row.module].scale = stored.params.get("input_scale")
         for name in part.names():

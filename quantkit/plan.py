@@ -21,7 +21,7 @@ from quantkit.codecs.affine import GROUPS, Affine
 from quantkit.errors import PlanError, StrictError, UsageError, name_list
 from quantkit.families import FUSED_AT_RUN_TIME, KEEP_ALWAYS, family
 from quantkit.formats._safetensors import CODES, DTYPES, TensorInfo
-from quantkit.loader import Loader, is_conv1d, matches
+from quantkit.loader import Loader, is_conv1d, is_expert_stack, matches
 from quantkit.tensors import PlanRow
 
 RUNTIMES = {
@@ -87,8 +87,9 @@ def make_plan(loader: Loader, method: str, options: Any, form: Any, dtype: str, 
     def choose(row: PlanRow) -> PlanRow:
         return _choose(row, loader, options, overrides, form, scale_dtype)
 
-    if loader.names.stacks:
-        raise PlanError(f"quantkit does not quantize the experts of {type(loader.model).__name__} yet; export-gguf does.")
+    for target in loader.names.stacks:
+        if not is_expert_stack(loader.model.get_submodule(target.rpartition(".")[0])):
+            raise PlanError(f"quantkit does not know how {type(loader.model).__name__} computes its experts; export-gguf quantizes them.")
     rows = [choose(row) for index in range(len(loader.blocks)) for row in _block_rows(loader, index, method, form)]
     rows = _one_group(rows, form) if form.uniform else rows
     rows = _agree(rows)
@@ -162,6 +163,16 @@ def _block_rows(loader: Loader, index: int, method: str, form: Any) -> list[Plan
         if transposed and not form.conv1d:
             raise PlanError(f"{full} is a Conv1D layer, which no runtime loads from {form.name}; use --format gptq (or GGUF).")
         rows.append(PlanRow(full, tensor, (out, columns), method, None, "", transposed, index))
+    return rows + _expert_rows(loader, index, method)
+
+
+def _expert_rows(loader: Loader, index: int, method: str) -> list[PlanRow]:
+    rows = []
+    for (stack, part, expert), module in loader.expert_modules(index).items():
+        parameter = f"{loader.block_name(index)}.{stack}.{'down_proj' if part == 'down' else 'gate_up_proj'}"
+        out, columns = loader.info(f"{module}.weight").shape
+        place = (parameter, expert, part)
+        rows.append(PlanRow(module, f"{module}.weight", (out, columns), method, None, "", False, index, place))
     return rows
 
 
@@ -171,6 +182,8 @@ def _choose(
     keep = family(str(loader.model.config.model_type)).keep
     if matches(KEEP_ALWAYS, row.module) or matches(keep, row.module):
         return replace(row, method="keep", reason="routers and the like are never quantized")
+    if row.stack and options.activations != "none":
+        return replace(row, method="keep", reason="fallback: inputs of experts are not rounded; kept as it is")
     if options.include and not matches(options.include, row.module):
         return replace(row, method="keep", reason="not in --include")
     if matches(options.exclude, row.module):

@@ -7,6 +7,7 @@ object on the last line of standard output.
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from quantkit.plan import Plan
 
 JSON_VERSION = 1
 RECENT = 7
+WIDTH = 160  # of what no terminal reads: tables are not broken there
+EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def mib(count: float) -> str:
@@ -45,6 +48,8 @@ class Eye(Events):
         self.log_file = Path(log_file) if log_file else None
         self.budget = 0.0
         self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        if not self.console.is_terminal:
+            self.console = Console(stderr=True, quiet=quiet, highlight=False, width=WIDTH)
         self.process = psutil.Process()
         self.recent: list[tuple[str, dict[str, Any]]] = []
         self.block_began = self.began = time.perf_counter()
@@ -155,15 +160,19 @@ class Eye(Events):
             self.console.print(f"  {line}", soft_wrap=True)
 
     def modules_table(self, notes: list[dict[str, Any]]) -> None:
-        """Print the table of modules: grid, error, damping, seconds."""
+        """Print the table of modules: grid, error, damping, seconds; the experts of a layer as one row for each part, with means."""
         seconds = {name: note["seconds"] for name, note in self.modules}
         table = Table(box=None, header_style="bold", pad_edge=False)
         for head in ("module", "grid", "error", "damp", "seconds"):
             table.add_column(head, justify="left" if head in ("module", "grid") else "right")
+        rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for note in notes:
-            spent = seconds.get(note["module"])
-            cells = (note["grid"], f"{note['error']:.6f}", f"{note['damp']:g}", "" if spent is None else f"{spent:.2f}")
-            table.add_row(note["module"], *map(str, cells))
+            rows.setdefault((EXPERT.sub(".experts.*.", note["module"]), note["grid"]), []).append(note)
+        for (name, grid), some in rows.items():
+            spent = [seconds[note["module"]] for note in some if note["module"] in seconds]
+            error, damp = sum(note["error"] for note in some) / len(some), max(note["damp"] for note in some)
+            cells = (grid, f"{error:.6f}", f"{damp:g}", f"{sum(spent):.2f}" if spent else "")
+            table.add_row(f"{name} ({len(some)})" if len(some) > 1 else name, *cells)
         self.console.print(table)
 
     def scales_table(self, notes: list[dict[str, Any]]) -> None:

@@ -107,7 +107,7 @@ def _round(loader: Loader, plan: Plan, view: BlockView, recording: Recording | N
                     factors[row.codec] = passes.solver.prepare(stats, row.codec)
             solving += time.perf_counter() - began
             for row in rows_of(plan, view, group.names):
-                weight = weight_of(loader.model.get_submodule(row.module), row)
+                weight = weight_of(loader, row)
                 part = weight[:rows].contiguous()
                 began = time.perf_counter()
                 passes.solver.solve(part, factors.get(row.codec), row.codec, passes.solver.share([part], row.codec))

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibrate import Recording, Statistics, float_pass, run_block, view_block
+from quantkit.calibrate import Recording, run_block, view_block
 from quantkit.folds import Folds
 from quantkit.journal import Journal
 from quantkit.loader import Loader
 from quantkit.pipeline import Events, Passes, edited_tensors, missed_rows, rows_of, scale_block, solve_group
 from quantkit.plan import Plan
-from quantkit.tensors import BlockView, LayerStats
+from quantkit.schedules import Routed, Statistics, expert_groups, float_pass
+from quantkit.tensors import BlockView, InputGroup, LayerStats
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,13 @@ def quantize_streams(loader: Loader, lanes: list[Lane], recording: Recording, ev
         for lane in (lane for lane in waiting if lane.passes.scaler):
             with _restored(loader, index):
                 folds = scale_block(loader, lane.plan, recording, lane.passes.scaler, view)
-                _solve(loader, lane, view, recording, None, folds, events)
+                taken = float_pass(view, recording.states, loader.device, {lane.tiles}, False) if lane.passes.solver else ({}, {})
+                _solve(loader, lane, view, taken[0].get(lane.tiles, {}), taken[1], folds, events)
         plain = [lane for lane in waiting if not lane.passes.scaler]
-        shared = float_pass(view, recording.states, loader.device, {lane.tiles for lane in plain}, True)
+        shared, routed = float_pass(view, recording.states, loader.device, {lane.tiles for lane in plain}, True)
         for lane in plain:
             with _restored(loader, index):
-                _solve(loader, lane, view, recording, shared[lane.tiles], Folds(), events)
+                _solve(loader, lane, view, shared[lane.tiles], routed, Folds(), events)
         loader.release(loader.block_names(index))
 
 
@@ -78,16 +80,18 @@ def _restored(loader: Loader, index: int) -> Iterator[None]:
             loader.model.get_parameter_or_buffer(name).data.copy_(value)
 
 
-def _solve(loader: Loader, lane: Lane, view: BlockView, recording: Recording, shared: Statistics | None, folds: Folds,
+def _solve(loader: Loader, lane: Lane, view: BlockView, shared: Statistics, routed: dict[InputGroup, Routed], folds: Folds,
            events: Events) -> None:  # fmt: skip
-    """Round a lane's weights of a block and commit them; shared: the statistics, None to take them on the block as it is now."""
+    """Round a lane's weights of a block from the statistics, and from what the stacks of experts were given, and commit them."""
     tensors: dict[str, Tensor] = {}
     notes: list[dict[str, Any]] = []
     if lane.passes.solver is not None:
-        stats = shared or float_pass(view, recording.states, loader.device, {lane.tiles}, False)[lane.tiles]
         for group in view.groups:
-            solve_group(loader, rows_of(lane.plan, view, group.names), stats[group], lane.passes.solver, lane.form, tensors, notes, events)
-        for row in missed_rows(lane.plan, view.index, notes):
-            solve_group(loader, [row], LayerStats(row.shape[1]), lane.passes.solver, lane.form, tensors, notes, events)
+            taken = [(group, shared[group])] if not group.experts else expert_groups(view, group, routed[group], loader.device, lane.tiles)
+            for each, stats in taken:
+                rows = rows_of(lane.plan, view, each.names)
+                solve_group(loader, rows, stats, lane.passes.solver, lane.form, tensors, notes, events)
+        for rows in missed_rows(lane.plan, view.index, notes):
+            solve_group(loader, rows, LayerStats(rows[0].shape[1]), lane.passes.solver, lane.form, tensors, notes, events)
     tensors |= edited_tensors(loader, lane.plan, folds)
     lane.journal.commit(tensors, notes, None, folds.notes)

@@ -160,10 +160,14 @@ class Note:
 
 @dataclass(frozen=True)
 class InputGroup:
-    """Linear modules of a block that read the same input tensor; names are relative to the block."""
+    """Modules of a block that read the same input tensor; names are relative to the block, those of single experts full.
+
+    experts: how many a stack holds, 0 for linear layers.
+    """
 
     names: tuple[str, ...]
     width: int
+    experts: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +213,7 @@ class BlockView:
 
     replay(module, hidden, batch) runs the module, or a copy of it, on hidden states [batch, tokens, width].
     exact: a copy whose weights stay as they were, when drift is measured. rest: called when the states entering the
-    block will not be read for a while.
+    block will not be read for a while. experts: (stack, part, expert) -> the module's full name.
     """
 
     index: int
@@ -219,6 +223,7 @@ class BlockView:
     replay: Callable[[nn.Module, Tensor, int], Tensor]
     exact: nn.Module | None = None
     rest: Callable[[], None] = lambda: None
+    experts: dict[tuple[str, str, int], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -226,6 +231,7 @@ class PlanRow:
     """One weight tensor and what happens to it.
 
     module: the module's name in the model; tensor: the weight's name in the source; shape: (out, in).
+    stack: for an expert, the parameter that holds all of them, its number, and its part (gate, up, down).
     method is "keep" when the tensor is carried over as it is; reason says why, or why the codec is not the asked one.
     """
 
@@ -237,3 +243,4 @@ class PlanRow:
     reason: str = ""
     transposed: bool = False
     block: int = -1
+    stack: tuple[str, int, str] | None = None

@@ -9,9 +9,10 @@ import pytest
 import torch
 from conftest import FAMILIES, make_model, make_multimodal
 
-from quantkit.calibrate import SCHEDULES, record, trace_groups, view_block
+from quantkit.calibrate import record, trace_groups, view_block
 from quantkit.loader import Loader
 from quantkit.perplexity import Text, Window, final_states, logits
+from quantkit.schedules import SCHEDULES
 from quantkit.source import resolve
 from quantkit.tensors import LayerStats
 

@@ -142,12 +142,6 @@ def test_replaying_experts_equals_the_models_forward(family: str, tmp_path: Path
         torch.testing.assert_close(model.model.norm(state), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_experts_are_not_quantized_in_silence(tmp_path: Path, run_cli: Callable[..., Any]) -> None:
-    code, _, err = run_cli("rtn", make_model(tmp_path / "m", "mixtral"), "-o", tmp_path / "out")
-    assert code == 1
-    assert "does not quantize the experts" in err
-
-
 def test_auto_computes_it_now_and_two_bits_need_it(llama: Path, text_file: Path, tmp_path: Path, run_cli: Callable[..., Any]) -> None:
     folder = make_model(tmp_path / "m", hidden_size=256, intermediate_size=256)
     code, _, err = run_cli("export-gguf", folder, "-o", tmp_path / "a.gguf", "--type", "Q2_K_S")

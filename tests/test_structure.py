@@ -21,7 +21,7 @@ LAYERS = [
     {"methods", "families"},
     {"formats", "source", "loader", "corpus", "mixture"},
     {"selfwritten", "plan", "importance", "recipe"},
-    {"calibrate", "journal", "folds", "infer"},
+    {"calibrate", "schedules", "journal", "folds", "infer"},
     {
         "artifact",
         "pipeline",

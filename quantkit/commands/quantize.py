@@ -14,10 +14,11 @@ import torch
 from quantkit import __version__, artifact, corpus, forecast, manifest, memory, perplexity
 from quantkit.backends import Backend
 from quantkit.backends.cuda.launch import missing_device
-from quantkit.calibrate import SCHEDULES, Recording, record
+from quantkit.calibrate import Recording, record
 from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import RunOptions
 from quantkit.commands._proof import finish, origin, versions
+from quantkit.commands._remarks import remarks_on
 from quantkit.errors import BackendError, PlanError, StrictError, UsageError, name_list
 from quantkit.forecast import Load
 from quantkit.formats import FORMATS
@@ -28,6 +29,7 @@ from quantkit.methods import METHODS
 from quantkit.pipeline import Passes, outputs_only, quantize_blocks, without_data
 from quantkit.plan import Plan, describe_codec, make_plan
 from quantkit.report import Eye, mib, print_json
+from quantkit.schedules import SCHEDULES
 from quantkit.source import BUILT_IN, Source, resolve
 from quantkit.streams import Lane, quantize_streams
 
@@ -245,7 +247,7 @@ def conclude(job: Job, start: Start) -> dict[str, Any]:
     fallen = [note["module"] for note in notes if note["fallback"]]
     if fallen and asked.strict:
         raise StrictError(f"--strict: {len(fallen)} modules fell back to rounding: {name_list(fallen)}.")
-    remarks = _remarks(job, notes)
+    remarks = remarks_on(plan, job.options, notes, needs_data(job.method, job.options))
     for text in remarks:
         eye.notice(text)
     document = _finish(job, journal, notes, start.settings)
@@ -265,30 +267,6 @@ def conclude(job: Job, start: Start) -> dict[str, Any]:
         document |= {"perplexity_before": start.before, "perplexity_after": after}
         eye.totals({"perplexity": f"{start.before:.3f} -> {after:.3f} on {asked.eval}"})
     return document
-
-
-def _remarks(job: Job, notes: list[dict[str, Any]]) -> list[str]:
-    """Return what of a run a user should know although it went well: raised damping, fallbacks, too few tokens, dead columns."""
-    columns = {row.module: row.shape[1] for row in job.plan.packed}
-    asked = getattr(job.options, "damp", 0.0)
-    raised = {n["module"]: n["damp"] for n in notes if n["damp"] > asked}
-    fallen = [n["module"] for n in notes if n["fallback"]]
-    few = {n["module"]: n["tokens"] for n in notes if 0 < n["tokens"] < columns[n["module"]]}
-    dead = {n["module"]: n["dead"] for n in notes if n["dead"]}
-    remarks = []
-    if raised:
-        remarks.append(f"damping was raised from {asked:g} to {max(raised.values()):g} for {len(raised)} modules: {name_list(raised, 3)}")
-    if fallen:
-        remarks.append(f"{len(fallen)} modules fell back to plain rounding: {name_list(fallen)}")
-    if few:
-        remarks.append(
-            f"{len(few)} modules saw fewer tokens than they have input columns ({min(few.values())} at least); more --samples help"
-        )
-    if dead:
-        remarks.append(
-            f"{len(dead)} modules have input columns that were always zero, {max(dead.values())} at most: rounded like any other"
-        )
-    return remarks
 
 
 def load_of(loader: Loader, method: str, options: Any, asked: RunOptions, samples: int, length: int) -> Load:
