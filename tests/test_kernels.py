@@ -301,7 +301,7 @@ def test_sanitizers_see_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("why", ["no package", "no device", "a compiler that fails"])
+@pytest.mark.parametrize("why", ["no package", "no device", "an old GPU", "an old driver", "a compiler that fails"])
 def test_without_cuda_the_next_backend_does_it_and_says_so_once(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "no package":
         monkeypatch.setitem(sys.modules, "cuda.core", None)
@@ -309,10 +309,18 @@ def test_without_cuda_the_next_backend_does_it_and_says_so_once(why: str, monkey
     elif why == "no device":
         text = "torch .* (is built without CUDA|sees no CUDA device)"
     else:
-        text = "pack.cu does not compile for sm_90: .*nonsense"
+        text = {
+            "an old GPU": "Card has compute capability 7.5; the kernels need 8.0",
+            "an old driver": "the driver does not load the kernels",
+            "a compiler that fails": "pack.cu does not compile for sm_90: .*nonsense",
+        }[why]
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if why == "an old GPU" else (9, 0))
+    if why == "an old driver":
+        monkeypatch.setattr(nvrtc, "load_cubin", lambda module, architecture: b"no cubin")
+    if why == "a compiler that fails":
         monkeypatch.setattr(nvrtc, "CACHE", "/nowhere")
         monkeypatch.setattr(nvrtc, "source", lambda module: 'extern "C" __global__ void f() { nonsense(); }')
     if why != "no package":
