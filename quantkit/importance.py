@@ -76,8 +76,9 @@ class Importance:
 
     def notices(self) -> list[str]:
         """Return what a user should know: experts that saw no token."""
-        unseen = {name: int((entry.counts == 0).sum()) for name, entry in self.entries.items()}
-        return [f"{name}: {n} of {len(self.entries[name].counts)} experts saw no token" for name, n in unseen.items() if n]
+        unseen = {name: (entry.counts == 0).nonzero()[:, 0].tolist() for name, entry in self.entries.items()}
+        counts = {name: len(entry.counts) for name, entry in self.entries.items()}
+        return [f"{name}: {len(n)} of {counts[name]} experts saw no token: {name_list(n, 8)}" for name, n in unseen.items() if n]
 
     def merge(self, other: Importance) -> None:
         """Add another matrix of the same model."""

@@ -197,9 +197,10 @@ def _check_weights(loader: Loader, made: dict[str, Any] | None, verdict: Verdict
         except SourceError as error:
             yield Finding("QK301", module, reason(error))
             continue
-        if module in chosen and quant_digest(tensor) != chosen[module]["sha256"]:
+        solved = module in chosen and quant_digest(tensor) == chosen[module]["sha256"]
+        if module in chosen and not solved:
             yield Finding("QK207", module, "")
-        yield from _check_scales(module, tensor)
+        yield from _check_scales(module, tensor, solved)
         index = tensor.group_index
         schemes[module] = (tensor.codec, None if index is None else hashlib.sha256(index.numpy().tobytes()).hexdigest())
     lost = [module for module in chosen if module not in modules] if not isinstance(store, GgufStore) else []
@@ -217,7 +218,8 @@ def _check_weights(loader: Loader, made: dict[str, Any] | None, verdict: Verdict
             yield from _check_plain(store, name)
 
 
-def _check_scales(module: str, tensor: QuantTensor) -> Iterator[Finding]:
+def _check_scales(module: str, tensor: QuantTensor, solved: bool) -> Iterator[Finding]:
+    """Look at a module's scales; solved: whether they are what its solver left, so that a wild one is the source's."""
     scale = tensor.params.get("scale")
     if scale is not None and scale.is_floating_point():
         if not bool(torch.isfinite(scale).all()):
@@ -227,7 +229,9 @@ def _check_scales(module: str, tensor: QuantTensor) -> Iterator[Finding]:
             sizes = scale.abs()
             middle = float(sizes.median())
             zeros, wild = _dead_groups(tensor), int((sizes > WILD * max(middle, 2.0**-24)).sum())
-            if zeros or wild:
+            if wild and solved:
+                yield Finding("QK209", module, f"{wild} scales are more than {WILD:.0f} times the median {middle:.3g}")
+            if zeros or (wild and not solved):
                 yield Finding("QK206", module, f"{zeros} are 0, {wild} are more than {WILD:.0f} times the median {middle:.3g}")
     value = tensor.dequantize()
     if not bool(torch.isfinite(value.sum())):

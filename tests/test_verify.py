@@ -106,6 +106,17 @@ def test_without_a_manifest_contradictions_are_found(good: Callable[[str, Run], 
     assert any(line.startswith("QK208") for line in broken(lambda t: t["model.layers.0.mlp.up_proj.qweight"].fill_(0x88888888 - (1 << 32))))
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "rtn"])
+def test_a_weight_that_really_is_huge_is_no_error(method: str, run_cli: Run, tmp_path: Path, text_file: Path) -> None:
+    model = make_model(tmp_path / "m", "llama", torch.bfloat16)
+    edit(model, lambda t: t["model.layers.1.mlp.down_proj.weight"][7, 104].fill_(70144.0))
+    data = ("--calibration", text_file, "--samples", 4, "--seq-len", 64) if method != "rtn" else ()
+    code, document, err = run_cli(method, model, *data, "-o", tmp_path / "out", "--json")
+    assert code == 0, err
+    codes = {finding["code"] for finding in document["verified"]["findings"]}
+    assert "QK209" in codes and "QK206" not in codes and "layers.1.mlp.down_proj" in err
+
+
 def test_a_config_that_lies_about_bits_and_a_scheme_that_is_mixed(run_cli: Run, llama: Path, tmp_path: Path) -> None:
     assert run_cli("rtn", llama, "-o", tmp_path / "q", "--exclude", "gate_proj", "-q")[0] == 0
     assert [f.code for f in verify(tmp_path / "q").findings] == ["QK304"] * 3
