@@ -320,6 +320,9 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     memory.return_large_blocks()
+    if sys.argv[1:] == ["--version"]:
+        typer.echo(__version__)
+        sys.exit(0)
     if sys.argv[1:] in ([], ["-h"], ["--help"]):
         group = typer.main.get_command(app)
         typer.echo(group.get_help(typer.Context(group, info_name="quantkit")))

@@ -35,9 +35,7 @@ RULES = {
     "QK206": Rule("error", "scales that cannot be right", "Make the artifact again; a scale is wrong by orders of magnitude, or zero."),
     "QK207": Rule("error", "codes do not read back as the solver chose them", "Packing, zero points or configuration changed. " + AGAIN),
     "QK208": Rule("warning", "a weight is zero everywhere", "Its module gives nothing: see whether the source's is zero too."),
-    "QK209": Rule(
-        "warning", "a few weights are far larger than the rest", "The source is so; see whether that is known of the model."
-    ),
+    "QK209": Rule("warning", "a few weights are far larger than the rest", "The source is so; see whether that is known of the model."),
     "QK301": Rule("error", "the artifact does not open", "See the reason; " + AGAIN.lower()),
     "QK302": Rule("error", "transformers refuses the configuration", "Compare config.json with the source's."),
     "QK303": Rule("error", "the configuration contradicts the tensors", "Runtimes believe config.json: it must say what the tensors are."),

@@ -41,6 +41,7 @@ MODEL = ("types", "max_parameters")
 RULE = ("match", "bits", "group", "sym", "keep")
 # What a recipe does not say, because it belongs to the machine or to the moment.
 OUTSIDE = frozenset({"json", "force", "dry_run", "restart", "quiet", "output", "eval", "cache", "offline", "revision", "trust_remote_code"})
+PATHS = ("calibration", "data", "imatrix", "type")
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def load(path: Path) -> Recipe:
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no TOML: {reason(error)}.") from None
     text = _Text(path, content)
+    _settle_paths(table, path.resolve().parent)
     for key in table:
         if key not in TOP:
             raise text.error(f"Unknown key '{key}'. Known: {', '.join(TOP)}.", key) if not isinstance(table[key], (dict, list)) else (
@@ -145,6 +147,16 @@ def load(path: Path) -> Recipe:
     if twice := next((i for i, name in enumerate(names) if name in names[:i]), None):
         raise text.error(f"Two outputs are called '{names[twice]}'. Give each a name.", "", "outputs", twice)
     return Recipe(path, str(table.get("summary", "")), tuple(outputs), table.get("gates", {}), table.get("model", {}))
+
+
+def _settle_paths(table: Any, folder: Path) -> None:
+    """Take files that lie beside the recipe from there, wherever the command runs."""
+    for value in table.values() if isinstance(table, dict) else table if isinstance(table, list) else ():
+        _settle_paths(value, folder)
+    for key in PATHS if isinstance(table, dict) else ():
+        value = table.get(key)
+        if isinstance(value, str) and value and not Path(value).expanduser().is_absolute() and (folder / value).is_file():
+            table[key] = str(folder / value)
 
 
 def _known(text: _Text, given: dict[str, Any], names: Any, table: str, number: int = 0) -> None:

@@ -27,7 +27,8 @@ from quantkit.plan import Plan
 JSON_VERSION = 1
 RECENT = 7
 WIDTH = 160  # of what no terminal reads: tables are not broken there
-EXPERT = re.compile(r"\.experts\.\d+\.")
+NUMBER = re.compile(r"\.\d+\.")
+WORST = 5  # modules shown by themselves
 
 
 def mib(count: float) -> str:
@@ -145,7 +146,7 @@ class Eye(Events):
     def plan(self, plan: Plan, name: str, form: str) -> None:
         """Print what will be done."""
         done = (
-            f"{len(plan.packed)} linear layers to {form}, {plan.bits_per_weight:.2f} bits per weight"
+            f"{len(plan.packed)} linear layers into {form} format, {plan.bits_per_weight:.2f} bits per weight"
             if plan.packed
             else "scaled, none rounded"
         )
@@ -160,19 +161,21 @@ class Eye(Events):
             self.console.print(f"  {line}", soft_wrap=True)
 
     def modules_table(self, notes: list[dict[str, Any]]) -> None:
-        """Print the table of modules: grid, error, damping, seconds; the experts of a layer as one row for each part, with means."""
+        """Print the modules by role, means over the layers, then the worst by themselves; --json and the model card have them all."""
         seconds = {name: note["seconds"] for name, note in self.modules}
         table = Table(box=None, header_style="bold", pad_edge=False)
-        for head in ("module", "grid", "error", "damp", "seconds"):
+        for head in ("module", "grid", "error", "largest", "damp", "seconds"):
             table.add_column(head, justify="left" if head in ("module", "grid") else "right")
         rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for note in notes:
-            rows.setdefault((EXPERT.sub(".experts.*.", note["module"]), note["grid"]), []).append(note)
-        for (name, grid), some in rows.items():
+            rows.setdefault((NUMBER.sub(".*.", note["module"]), note["grid"]), []).append(note)
+        worst = sorted(notes, key=lambda note: -note["error"])[:WORST]
+        for some in [*rows.values(), *([note] for note in worst if len(notes) > len(rows))]:
             spent = [seconds[note["module"]] for note in some if note["module"] in seconds]
-            error, damp = sum(note["error"] for note in some) / len(some), max(note["damp"] for note in some)
-            cells = (grid, f"{error:.6f}", f"{damp:g}", f"{sum(spent):.2f}" if spent else "")
-            table.add_row(f"{name} ({len(some)})" if len(some) > 1 else name, *cells)
+            errors = [note["error"] for note in some]
+            name = some[0]["module"] if len(some) == 1 else f"{NUMBER.sub('.*.', some[0]['module'])} ({len(some)})"
+            cells = (some[0]["grid"], f"{sum(errors) / len(errors):.6f}", f"{max(errors):.6f}", f"{max(n['damp'] for n in some):g}")
+            table.add_row(name, *cells, f"{sum(spent):.2f}" if spent else "")
         self.console.print(table)
 
     def scales_table(self, notes: list[dict[str, Any]]) -> None:

@@ -73,6 +73,7 @@ class Source:
         else:
             raw = read_json(self.folder / "config.json")
         raw.pop("quantization_config", None)
+        raw.pop("_name_or_path", None)  # where it was read: a folder of this machine, often one that is gone
         return raw
 
     def tokenizer(self) -> Any:
@@ -162,6 +163,13 @@ def _is_scaled(store: TensorStore, name: str) -> bool:
     """Tell whether a tensor is a matrix of 8-bit numbers, which mean nothing without a scale."""
     info = store.info(name)
     return info.dtype in BYTES and name.endswith(".weight") and len(info.shape) > 1
+
+
+def built_in_notice(model: str, source: Source) -> list[str]:
+    """Return what to say of a built-in model that is quantized already: it is there to try things with."""
+    if model not in BUILT_IN or not source.scheme:
+        return []
+    return [f"{model} is quantized already ({source.scheme}): it is there to try quantkit with; start from an original for one to deploy"]
 
 
 def is_inside(path: Path, folder: Path) -> bool:

@@ -128,3 +128,34 @@ def test_recipes_are_listed(run_cli: Run) -> None:
     code, document, _ = run_cli("recipes", "--json")
     assert code == 0 and {"three-ways", "best-4bit", "q4_k_m"} <= {row["name"] for row in document["recipes"]}
     assert json.dumps(document)
+
+
+def test_what_is_made_already_is_kept_and_the_rest_goes_on(run_cli: Run, llama: Path, tmp_path: Path, text_file: Path) -> None:
+    (tmp_path / "r.toml").write_text(GOOD.format(text=text_file, kl=100))
+    words = ("run", tmp_path / "r.toml", llama, "-o", tmp_path / "out", "--json")
+    assert run_cli(*words, "-q")[0] == 0
+    (tmp_path / "out" / "llama.gguf").unlink()
+    (tmp_path / "out" / "llama.quantkit.json").unlink()
+    before = (tmp_path / "out" / "llama-a" / "model.safetensors").stat().st_mtime_ns
+    code, document, err = run_cli(*words)
+    assert code == 0 and "llama-a is there already" in err, err
+    assert [one.get("made_before", False) for one in document["outputs"]] == [True, False]
+    assert (tmp_path / "out" / "llama-a" / "model.safetensors").stat().st_mtime_ns == before
+    (tmp_path / "r.toml").write_text(GOOD.format(text=text_file, kl=100).replace("0.02", "0.03"))
+    code, _, err = run_cli(*words)
+    assert code == 1 and "is not what this recipe makes" in err
+
+
+def test_every_output_is_planned_before_the_first_is_made(run_cli: Run, llama: Path, tmp_path: Path, text_file: Path) -> None:
+    (tmp_path / "r.toml").write_text(GOOD.format(text=text_file, kl=100).replace('"Q8_0"', '"Q4_K_M"\nstrict = true'))
+    code, _, err = run_cli("run", tmp_path / "r.toml", llama, "-o", tmp_path / "out")
+    assert code == 1 and "--strict" in err and not list((tmp_path / "out").iterdir())
+
+
+def test_paths_are_the_recipes_own(run_cli: Run, llama: Path, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "c.txt").write_bytes(text_file.read_bytes())
+    (tmp_path / "here" / "r.toml").write_text(GOOD.format(text="c.txt", kl=100))
+    monkeypatch.chdir(tmp_path)
+    code, document, err = run_cli("run", "here/r.toml", llama, "-o", tmp_path / "out", "--dry-run", "--json")
+    assert code == 0 and len(document["outputs"]) == 2, err

@@ -229,3 +229,11 @@ def test_pieces_and_leftovers_of_others_are_no_alarm(run_cli: Run, llama: Path, 
     (llama / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"x": torch.zeros(2)}, str(llama / "consolidated.safetensors"))
     assert [f.code for f in verify(llama).findings] == ["QK104", "QK108"]
+
+
+def test_an_artifact_of_a_gguf_file_reproduces_and_names_no_folder_of_this_machine(run_cli: Run, llama: Path, tmp_path: Path) -> None:
+    assert run_cli("export-gguf", llama, "--type", "F16", "-o", tmp_path / "m.gguf", "-q")[0] == 0
+    assert run_cli("rtn", tmp_path / "m.gguf", "-o", tmp_path / "out", "-q")[0] == 0
+    assert '"_name_or_path"' not in (tmp_path / "out" / "config.json").read_text()
+    assert run_cli("reproduce", tmp_path / "out")[0] == 0
+    assert "passed" in run_cli("verify", tmp_path / "out")[2]

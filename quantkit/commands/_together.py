@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import torch
 
-from quantkit import forecast, memory, recipe
+from quantkit import forecast, manifest, memory, recipe
 from quantkit.commands import quantize
 from quantkit.commands._data import draw_tokens
-from quantkit.commands._options import RecipeOptions, RunOptions
+from quantkit.commands._options import ExportOptions, RecipeOptions, RunOptions
 from quantkit.commands.quantize import Job, Start
 from quantkit.errors import Interrupted, PlanError
 from quantkit.lock import hold
@@ -82,9 +82,27 @@ def more_of(one: Output, source: Source, folder: Path, asked: RecipeOptions) -> 
     return path, more | ({"calibration": asked.calibration} if asked.calibration else {})
 
 
-def make_together(outputs: Sequence[Output], ask: Ask) -> dict[int, Made]:
-    """Make those outputs, by their number, that gain by it; the others are left to be made one by one."""
-    found = {number: one for number, one in enumerate(outputs) if _takes_data(one)}
+def finished(one: Output, ask: Ask) -> Made | None:
+    """Return an output that is there already, as this recipe makes it from this source."""
+    path, more = more_of(one, ask.source, ask.folder, ask.asked)
+    where = manifest.path_of(path)
+    if ask.asked.force or ask.asked.restart or not path.exists() or not where.exists():
+        return None
+    made, more = manifest.read(where), more | ({"float_stream": True} if ask.asked.share_activations else {})
+    if one.command == "export-gguf":
+        wanted = manifest.request(one.command, ask.source.asked, recipe.build(ExportOptions, one.given, **more))
+    else:
+        if not _takes_data(one):
+            more.pop("float_stream", None)
+        wanted = manifest.request(one.command, ask.source.asked, options_of_output(one), recipe.build(RunOptions, one.given, **more))
+    asked, held = ({key: value for key, value in run["options"].items() if key not in manifest.CHOSEN} for run in (wanted, made["run"]))
+    same = asked == held and wanted["command"] == made["run"]["command"] and made["source"]["sha256"] == ask.source.fingerprint()
+    return Made(one, path, {"command": one.command, "output": str(path), "made_before": True}) if same else None
+
+
+def make_together(outputs: Sequence[Output | None], ask: Ask) -> dict[int, Made]:
+    """Make those outputs, by their number, that gain by it; the others are left to be made one by one, None is made already."""
+    found = {number: one for number, one in enumerate(outputs) if one is not None and _takes_data(one)}
     if ask.asked.share_activations:
         _require_same_data(list(found.values()))
         return dict(zip(found, _on_one_stream(list(found.values()), ask), strict=True)) if found else {}

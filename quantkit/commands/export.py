@@ -27,7 +27,7 @@ from quantkit.importance import Entry, Importance
 from quantkit.loader import Loader, pick_device
 from quantkit.mixture import Wishes, load_policy, parse_tensor_types
 from quantkit.report import Eye, mib, print_json
-from quantkit.source import Source, resolve
+from quantkit.source import BUILT_IN, Source, built_in_notice, resolve
 
 FALLBACKS_SHOWN = 8
 
@@ -40,12 +40,12 @@ def export_gguf(model: str, asked: ExportOptions, source: Source | None = None) 
     source = source or resolve(model, asked.revision, asked.offline, asked.trust_remote_code)
     output = Path(asked.output or f"{source.name}-{policy.name}.gguf")
     artifact.require_apart(output, source)
-    gguf_write.check_output(output, asked.force)
+    gguf_write.check_output(output, asked.force or asked.dry_run)
     refusal = PlanError(
         f"{model} is already quantized ({source.scheme}). Start from the original, or insist with --allow-requantize; "
         "--type F16 or BF16 decodes it; symmetric groups of 32 with 4 or 8 bits go into Q4_0 or Q8_0 as they are."
     )
-    again = bool(source.scheme) and not policy.is_float and not asked.allow_requantize
+    again = bool(source.scheme) and not policy.is_float and not asked.allow_requantize and model not in BUILT_IN
     if again and policy.name not in export.EXACT:
         raise refusal
     with Eye(asked.quiet, asked.log_file) as eye:
@@ -55,7 +55,7 @@ def export_gguf(model: str, asked: ExportOptions, source: Source | None = None) 
             raise refusal
         writer = export.make_writer(plan, asked.split_bytes)
         total = gguf_write.file_bytes(writer)
-        for text in plan.notices:
+        for text in [*plan.notices, *built_in_notice(model, source)]:
             eye.notice(text)
         _print_plan(eye, plan, total)
         document: dict[str, Any] = {"command": "export-gguf", "model": model, "type": policy.name, "output": str(output)}

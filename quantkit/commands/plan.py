@@ -30,7 +30,7 @@ from quantkit.formats import gguf_write
 from quantkit.importance import load as load_matrix
 from quantkit.loader import Loader
 from quantkit.mixture import load_policy
-from quantkit.plan import Plan, make_plan
+from quantkit.plan import Plan, make_plan, stored_bytes
 from quantkit.report import Eye, mib, print_json
 from quantkit.source import Source, resolve
 
@@ -102,7 +102,7 @@ def _foresee_run(source: Source, method: str, options: Any, asked: RunOptions, m
     if measure:
         eye.phase("measuring one block on this machine")
         seconds = {"start": start, "text": drawing, **_time(loader, found, method, options, asked, load, schedule, start)}
-    infos = [(name, source.store.info(name).shape, source.store.info(name).nbytes, _after(found, name)) for name in source.store.names()]
+    infos = [(name, source.store.info(name).shape, stored_bytes(source.store, name), _after(found, name)) for name in source.store.names()]
     scratch = forecast.scratch_bytes(loader, found, load, asked.shard_bytes(found.after))
     notes = [f"{row.module}: {row.reason}" for row in found.fallbacks]
     return Outlook(

@@ -30,7 +30,7 @@ from quantkit.pipeline import Passes, outputs_only, quantize_blocks, without_dat
 from quantkit.plan import Plan, describe_codec, make_plan
 from quantkit.report import Eye, mib, print_json
 from quantkit.schedules import SCHEDULES
-from quantkit.source import BUILT_IN, Source, resolve
+from quantkit.source import BUILT_IN, Source, built_in_notice, resolve
 from quantkit.streams import Lane, quantize_streams
 
 LIBRARIES = 480 << 20  # torch, transformers and numba, loaded
@@ -103,11 +103,11 @@ def prepare(method: str, model: str, options: Any, asked: RunOptions, source: So
             f"{model} is already quantized ({scheme}). Start from the original, or turn it into a plain "
             f"checkpoint first (quantkit to-hf {model} DIR), or insist with --allow-requantize."
         )
-    partial = artifact.prepare_output(output, source, asked.force)
+    partial = artifact.prepare_output(output, source, asked.force or asked.dry_run)
     if loader is None:
         if not asked.dry_run:
             source.require_finite()
-        for text in [*source.notices, *artifact.check_side_files(source)]:
+        for text in [*source.notices, *artifact.check_side_files(source), *built_in_notice(model, source)]:
             eye.notice(text)
         loader = Loader(source, device_of(asked))
         if unused := loader.names.unused:

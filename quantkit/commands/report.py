@@ -18,6 +18,7 @@ from quantkit.errors import SourceError, UsageError
 from quantkit.foreign import foreign, parse_json
 from quantkit.inventory import Item
 from quantkit.loader import Loader, pick_device
+from quantkit.plan import stored_bytes
 from quantkit.report import Eye, mib, print_json
 from quantkit.source import Source, resolve
 
@@ -42,6 +43,8 @@ def report(name: str, asked: ReportOptions) -> None:
             document["measured"] = _measure(source, reference, asked, facts, eye)
         for label, text in facts.tiles.items():
             eye.totals({label: text})
+        if measured := facts.lines.get("measured on"):
+            eye.totals({"measured on": measured})
         if asked.html:
             target.write_text(artifact_page.page(facts), encoding="utf-8")
             eye.totals({"report": str(target)})
@@ -99,7 +102,7 @@ def _facts(source: Source, made: dict[str, Any], reference: Source | None, log: 
     facts = Facts(source.name, str(made.get("command", "made elsewhere: no manifest")), modules, error_means=meaning)
     facts.tiles["size"] = mib(nbytes)
     if reference is not None:
-        before = sum(reference.store.info(name).nbytes for name in reference.store.names())
+        before = sum(stored_bytes(reference.store, name) for name in reference.store.names())
         facts.tiles["size of the source"] = mib(before)
     facts.tiles["bits per weight"] = f"{8 * nbytes / max(weights, 1):.3f}"
     if spent := log.get("lines", {}).get("time"):

@@ -13,8 +13,8 @@ from quantkit import memory, recipe
 from quantkit.commands import export, quantize
 from quantkit.commands._gates import Yardstick, judge
 from quantkit.commands._options import ExportOptions, GateOptions, RecipeOptions, RunOptions
-from quantkit.commands._together import Ask, Made, make_together, more_of, options_of_output
-from quantkit.errors import GateMissed, PlanError
+from quantkit.commands._together import Ask, Made, finished, make_together, more_of, options_of_output
+from quantkit.errors import GateMissed, OutputError, PlanError
 from quantkit.loader import Loader, pick_device
 from quantkit.recipe import Output, Recipe
 from quantkit.report import Eye, print_json
@@ -33,7 +33,14 @@ def run(name: str, model: str, asked: RecipeOptions) -> None:
     folder = Path(asked.output or ".")
     if not folder.is_dir():
         folder.mkdir(parents=True)
-    done = make_together(found.outputs, Ask(source, model, folder, asked))
+    ask = Ask(source, model, folder, asked)
+    done = {number: before for number, one in enumerate(found.outputs) if not asked.dry_run and (before := finished(one, ask))}
+    for before in done.values():
+        with Eye(asked.quiet, asked.log_file) as eye:
+            eye.notice(f"{before.path} is there already, as this recipe makes it")
+    if not asked.dry_run:
+        _check(found, done, ask)
+    done |= make_together([None if number in done else one for number, one in enumerate(found.outputs)], ask)
     made = [
         done.get(number) or _make(one, source, model, folder, asked, f"{number + 1} of {len(found.outputs)}")
         for number, one in enumerate(found.outputs)
@@ -59,6 +66,22 @@ def _require_model(found: Recipe, source: Source) -> None:
     count = sum(math.prod(source.store.info(tensor).shape) for tensor in source.store.names())
     if most and count > most:
         raise PlanError(f"{found.path.name} is for at most {most:.3g} parameters; {source.name} has {count:.3g}.")
+
+
+def _check(found: Recipe, done: dict[int, Made], ask: Ask) -> None:
+    """Plan every output that is still to be made, so that what is refused is refused before the first one is made."""
+    for number, one in enumerate(found.outputs):
+        if number in done:
+            continue
+        path, more = more_of(one, ask.source, ask.folder, ask.asked)
+        if not more["force"] and path.exists():
+            raise OutputError(f"{path} exists already, and is not what this recipe makes. Remove it, or replace it with --force.")
+        more |= {"dry_run": True, "quiet": True, "log_file": ""}
+        if one.command == "export-gguf":
+            more |= {"imatrix": ""} if one.given.get("imatrix") == "auto" else {}
+            export.export_gguf(ask.model, recipe.build(ExportOptions, one.given, **more), ask.source)
+        else:
+            quantize.run(one.command, ask.model, options_of_output(one), recipe.build(RunOptions, one.given, **more), ask.source)
 
 
 def _make(one: Output, source: Source, model: str, folder: Path, asked: RecipeOptions, number: str) -> Made:

@@ -40,6 +40,8 @@ def run(artifact: str, asked: VerifyOptions) -> None:
         if said:
             eye.totals({"it says": said})
         eye.totals({"compared": summary(verdict)})
+        if not verdict.of("error") and not verdict.of("gate"):
+            eye.totals({"passed": f"{len(verdict.checks)} checks, {len(verdict.findings)} findings, none of them an error"})
     failing = [f for f in verdict.findings if f.level == "error" or (asked.strict and f.level == "warning")]
     if asked.junit:
         _write_junit(Path(asked.junit), path.name, verdict, failing)
