@@ -192,10 +192,10 @@ def resolve(model: str, revision: str | None = None, offline: bool = False, trus
     """Return the Source that `model` names; a SourceError or UsageError says what MODEL can be."""
     path = Path(model).expanduser()
     if model in BUILT_IN and not path.exists():
-        return _open_gguf(_built_in(model), model)
+        return _open_gguf(_built_in(model), model, model)
     if path.is_file():
         if path.suffix == ".gguf":
-            return _open_gguf(path.resolve(), path.stem)
+            return _open_gguf(path.resolve(), path.stem, model)
         raise UsageError(f"{path} is a file, but not a .gguf. MODEL is a folder, a hub id, a .gguf file or {_names()}.")
     if path.is_dir():
         return _open_folder(path.resolve(), model, None, trust_remote_code)
@@ -246,14 +246,14 @@ def load_config(folder: Path, gguf_file: Path | None, trust_remote_code: bool = 
     return config
 
 
-def _open_gguf(path: Path, name: str) -> Source:
+def _open_gguf(path: Path, name: str, asked: str) -> Source:
     from quantkit.loader import build_skeleton
 
     config = gguf.load_config(path)
     model = build_skeleton(config)
     config.architectures = [type(model).__name__]
     store = gguf.GgufStore(path, model, config)
-    return Source(asked=name, name=name, folder=path.parent, store=store, gguf_file=path, _config=config)
+    return Source(asked=asked, name=name, folder=path.parent, store=store, gguf_file=path, _config=config)
 
 
 def _open_folder(folder: Path, asked: str, revision: str | None, trust_remote_code: bool) -> Source:

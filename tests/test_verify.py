@@ -235,5 +235,6 @@ def test_an_artifact_of_a_gguf_file_reproduces_and_names_no_folder_of_this_machi
     assert run_cli("export-gguf", llama, "--type", "F16", "-o", tmp_path / "m.gguf", "-q")[0] == 0
     assert run_cli("rtn", tmp_path / "m.gguf", "-o", tmp_path / "out", "-q")[0] == 0
     assert '"_name_or_path"' not in (tmp_path / "out" / "config.json").read_text()
-    assert run_cli("reproduce", tmp_path / "out")[0] == 0
+    code, _, err = run_cli("reproduce", tmp_path / "out")
+    assert code == 0, err
     assert "passed" in run_cli("verify", tmp_path / "out")[2]
