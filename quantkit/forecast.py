@@ -16,6 +16,7 @@ from quantkit.export import RUN, ExportPlan
 from quantkit.families import KEEP_ALWAYS
 from quantkit.formats import _safetensors as st
 from quantkit.formats._safetensors import TensorInfo
+from quantkit.formats.store import TensorStore
 from quantkit.infer.cache_int8 import Int8Cache
 from quantkit.loader import Loader, head_size
 from quantkit.memory import SPILL_FROM
@@ -88,11 +89,18 @@ def blocks_room(loader: Loader, load: Load, schedule: str, held: int, full: bool
     return Room(held + states, work + lanes, "quantizing")
 
 
-def opening_room(loader: Loader, load: Load, held: int) -> list[Room]:
-    """Return what a run holds before its first block is quantized: the largest tensor checked, then the embedding and the states."""
-    store = loader.source.store
+def checking_room(store: TensorStore, held: int) -> Room:
+    """Return what looking for NaN holds: the largest tensor as it is stored, and as floats."""
     largest = max((store.info(name) for name in store.names()), key=lambda info: math.prod(info.shape))
-    rooms = [Room(held + largest.nbytes + (4 if largest.dtype != "F32" else 0) * math.prod(largest.shape), 0, "checking")]
+    return Room(held + largest.nbytes + (4 if largest.dtype != "F32" else 0) * math.prod(largest.shape), 0, "checking")
+
+
+def opening_room(loader: Loader, load: Load, bare: int, held: int) -> list[Room]:
+    """Return what a run holds before its first block is quantized: the largest tensor checked, then the embedding and the states.
+
+    bare: bytes the process has before kernels are compiled.
+    """
+    rooms = [checking_room(loader.source.store, bare)]
     if load.samples:
         outer = 4 * sum(_elements(loader, name) for name in set(loader.outer_names(head=False)))
         states = states_bytes(loader, load)

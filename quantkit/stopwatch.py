@@ -135,12 +135,12 @@ def disk_rate(folder: Path) -> float:
     return PIECE / (time.perf_counter() - began)
 
 
-def encode_seconds(plan: ExportPlan, backend: Backend, threads: int) -> float:
-    """Return the seconds of encoding all tensors of a GGUF file, from the rate of each type on `CODES` random weights."""
+def encode_seconds(plan: ExportPlan, backend: Backend, threads: int) -> tuple[float, float]:
+    """Return the seconds of encoding and of decoding all tensors of a GGUF file, from the rate of each type on `CODES` random weights."""
     elements: dict[str, int] = {}
     for choice in plan.choices:
         elements[choice.type] = elements.get(choice.type, 0) + torch.Size(choice.shape).numel()
-    total = 0.0
+    total = decoding = 0.0
     for kind, count in elements.items():
         codec = CODECS[kind]
         encoder: Callable[..., Any] = backend.op(kind, codec.encode)
@@ -148,6 +148,10 @@ def encode_seconds(plan: ExportPlan, backend: Backend, threads: int) -> float:
         energy = torch.ones(4096) if plan.importance is not None and codec.weighted else None
         encoder(weights[:WARM], importance=energy)
         began = time.perf_counter()
-        encoder(weights, importance=energy)
+        encoded = encoder(weights, importance=energy)
         total += (time.perf_counter() - began) * count / CODES
-    return total / threads
+        codec.decode(encoded)
+        began = time.perf_counter()
+        codec.decode(encoded)
+        decoding += (time.perf_counter() - began) * count / CODES
+    return total / threads, decoding

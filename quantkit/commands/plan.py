@@ -93,9 +93,10 @@ def _foresee_run(source: Source, method: str, options: Any, asked: RunOptions, m
     if data:
         _draw(source, asked)
     start, drawing = drawing, stopwatch.since_start() - drawing
+    bare = psutil.Process().memory_info().rss
     schedule, full = choose_schedule(loader, method, options, asked, load, eye) if data else "none", is_whole(method, options)
     held = max(LIBRARIES, psutil.Process().memory_info().rss)
-    rooms = [Room(memory.peak(), 0, "opening"), *forecast.opening_room(loader, load, held)]
+    rooms = [Room(memory.peak(), 0, "opening"), *forecast.opening_room(loader, load, bare, held)]
     rooms.append(forecast.blocks_room(loader, load, schedule, held, full))
     weights, beside = forecast.folder_bytes(loader, found)
     seconds: dict[str, float] = {}
@@ -150,18 +151,25 @@ def _foresee_export(source: Source, method: str, options: Any, asked: ExportOpti
     matrix = load_matrix(Path(asked.imatrix)) if asked.imatrix not in ("", "auto") else None
     found = export.make_plan(source, policy, wishes_of(asked), asked.pre_tokenizer, matrix, asked.strict)
     total = gguf_write.file_bytes(export.make_writer(found, asked.split_bytes))
-    held = max(LIBRARIES, psutil.Process().memory_info().rss)
+    bare = psutil.Process().memory_info().rss
+    held = max(LIBRARIES, bare)
     seconds = {}
     if measure:
         start = stopwatch.since_start()
         threads = torch.get_num_threads()
         eye.phase("measuring each type on this machine")
         torch.set_num_threads(1)
-        encoding = stopwatch.encode_seconds(found, Backend(torch.device("cpu"), 1, asked.reference), threads)
+        encoding, decoding = stopwatch.encode_seconds(found, Backend(torch.device("cpu"), 1, asked.reference), threads)
         torch.set_num_threads(threads)
         rate = stopwatch.disk_rate(Path(asked.output or ".").resolve().parent)
         read = sum(source.store.info(name).nbytes for name in source.store.names())
-        seconds = {"start": start, "check": read / rate, "encode": encoding, "write": 2 * total / rate, "verify": start + 4 * total / rate}
+        seconds = {
+            "start": start,
+            "check": read / rate,
+            "encode": encoding,
+            "write": 2 * total / rate,
+            "verify": start + TRIAL_DTYPES * decoding + 2 * total / rate,
+        }
     parts = {member: choice for choice in found.choices for member in found.tensors[choice.name].sources}
     infos = []
     for name in source.store.names():
@@ -175,7 +183,7 @@ def _foresee_export(source: Source, method: str, options: Any, asked: ExportOpti
             )
         )
     notes = [*found.notices, *(f"{c.name}: {c.type} for {c.wanted}, {c.reason}" for c in found.fallbacks)]
-    rooms = [Room(memory.peak(), 0, "opening"), forecast.export_room(found, held)]
+    rooms = [Room(memory.peak(), 0, "opening"), forecast.checking_room(source.store, bare), forecast.export_room(found, held)]
     return Outlook(forecast.parameters(infos), total, 0, rooms, total, seconds, ["llama.cpp, Ollama: yes"], notes)
 
 
