@@ -448,13 +448,7 @@ QK_KERNEL QK_BLOCK(THREADS) q3_k(const float *source, const float *importance, u
         QK_UNROLL for (i32 j = 0; j < 16; ++j) level[j] = dead ? -4.0f : level[j];
         room.first[room.sub] = scale;
         __syncthreads();
-        float most = 0.0f, size = 0.0f;
-        QK_UNROLL for (i32 s = 0; s < 16; ++s) {
-            if (qk_abs(room.first[s]) > size) {
-                size = qk_abs(room.first[s]);
-                most = room.first[s];
-            }
-        }
+        float most = signed_absmax<16>(room.first);
         float grid = qk_divide(-32.0f, most);
         room.scales[room.sub] = most == 0.0f ? 0.0f : qk_clamp(qk_nearest(grid * scale), -32.0f, 31.0f) + 32.0f;
         if (room.sub == 0) room.halves[0] = qk_to_half(qk_divide(1.0f, grid));
@@ -478,14 +472,8 @@ QK_KERNEL QK_BLOCK(THREADS) q6_k(const float *source, const float *importance, u
     Signed found = symmetric<16>(part.x, part.w, 32);
     room.first[room.sub] = found.scale;
     __syncthreads();
-    float extreme = 0.0f, size = 0.0f;
-    QK_UNROLL for (i32 s = 0; s < 16; ++s) {
-        if (qk_abs(room.first[s]) > size) {
-            size = qk_abs(room.first[s]);
-            extreme = room.first[s];
-        }
-    }
-    bool dead = size < EPSILON;
+    float extreme = signed_absmax<16>(room.first);
+    bool dead = qk_abs(extreme) < EPSILON;
     float step = -128.0f / (dead ? 1.0f : extreme), stored = dead ? 0.0f : qk_min(qk_nearest(step * found.scale), 127.0f);
     u16 half = qk_to_half(dead ? 0.0f : 1.0f / step);
     room.scales[room.sub] = stored;

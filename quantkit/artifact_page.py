@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from html import escape
 
-from quantkit.report_page import STYLE, bar_chart
+from quantkit.report_page import bar_chart, framed
 
 WORST = 10
 PLACE = re.compile(r"^(?P<before>.*?)\.?(?P<layer>\d+)\.(?P<role>.+)$")
@@ -41,7 +41,7 @@ class Module:
 
 @dataclass
 class Facts:
-    """What a page shows. lines: label -> text, in order; error_means: what an error is; measured: of `eval-ppl`, or None."""
+    """What a page shows. lines: label -> text, in order; error_means: what an error is."""
 
     title: str
     command: str
@@ -65,10 +65,7 @@ def page(facts: Facts) -> str:
         _worst(facts),
         f"<h2>How it was made</h2><div class=wide><table class=facts>{lines}</table></div>",
     ]
-    return (
-        '<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">'
-        f"<title>{escape(facts.title)}</title><style>{STYLE}</style>{''.join(parts)}</html>\n"
-    )
+    return framed(facts.title, "".join(parts))
 
 
 def _errors(facts: Facts) -> str:

@@ -23,7 +23,6 @@ from quantkit.formats._gguf import read_header
 from quantkit.mixture import order
 
 SUMS, COUNTS = ".in_sum2", ".counts"
-DAT_MOST = 2**31 - 1  # calls of an entry in the older layout
 MAX_NAME = 127
 DAT_CHUNK = 512
 MOST = 2**31 - 1
@@ -201,12 +200,12 @@ def _save_gguf(matrix: Importance, path: Path) -> None:
 
 def _dat_bytes(matrix: Importance) -> bytes:
     entries = {name: entry for name, entry in sorted(matrix.entries.items()) if bool(entry.counts.any())}
-    if matrix.chunks > DAT_MOST:
+    if matrix.chunks > MOST:
         raise SourceError(f"The matrix was made from {matrix.chunks} chunks, more than the older layout can say. Save it as .gguf.")
     parts = [struct.pack("<i", len(entries))]
     for name, entry in entries.items():
         calls = -(-int(entry.counts.max()) // matrix.chunk)
-        if calls > DAT_MOST:
+        if calls > MOST:
             raise SourceError(f"'{name}' was seen {calls} times, more than the older layout can say. Save it as .gguf.")
         values = torch.cat([entry.weights(i) for i in range(len(entry.counts))]) * calls
         raw = name.encode()

@@ -67,11 +67,9 @@ def items(source: Source) -> Iterator[Item]:
 def _packed(store: PackedStore, name: str) -> Item:
     module = name.removesuffix(".weight")
     tensor = store.quant(module)
-    held = set(store.inner.names())
-    nbytes = sum(store.inner.info(module + suffix).nbytes for suffix in store.suffixes if module + suffix in held)
     codec, scattered = tensor.codec, tensor.group_index is not None
     words = codec.label + (", g_idx" if scattered else "")
-    return Item(name, store.shape(module), words, nbytes, codec, scattered)
+    return Item(name, store.shape(module), words, store.stored_bytes(name), codec, scattered)
 
 
 def who_takes_it(source: Source, found: list[Item]) -> list[str]:

@@ -20,7 +20,6 @@ from quantkit.codecs._levels import SCALE_DTYPES
 from quantkit.codecs.affine import GROUPS, Affine
 from quantkit.errors import PlanError, StrictError, UsageError, name_list
 from quantkit.families import FUSED_AT_RUN_TIME, KEEP_ALWAYS, family
-from quantkit.formats._packed import PackedStore
 from quantkit.formats._safetensors import CODES, DTYPES, TensorInfo
 from quantkit.loader import Loader, is_conv1d, is_expert_stack, matches
 from quantkit.tensors import PlanRow
@@ -123,14 +122,8 @@ def make_plan(loader: Loader, method: str, options: Any, form: Any, dtype: str, 
 
 def stored_bytes(store: Any, name: str) -> int:
     """Return the bytes that a tensor takes in its file, packed or not."""
-    if isinstance(store, PackedStore) and store.is_packed(name):
-        module, held = name.removesuffix(".weight"), set(store.inner.names())
-        return sum(store.inner.info(module + suffix).nbytes for suffix in store.suffixes if module + suffix in held)
     measured = getattr(store, "stored_bytes", None)
-    try:
-        return int(measured(name)) if measured else int(store.info(name).nbytes)
-    except KeyError:
-        return int(store.info(name).nbytes)
+    return int(measured(name)) if measured else int(store.info(name).nbytes)
 
 
 def _one_group(rows: list[PlanRow], form: Any) -> list[PlanRow]:

@@ -33,10 +33,14 @@ def page(results: list[dict[str, Any]], reference: dict[str, Any] | None, data: 
     plot = _plot(results) if reference else ""
     first = results[0]
     how = f"{first['windows']} windows of {first['window']} tokens, protocol {first['protocol']}, {first['scored']} tokens scored"
+    return framed("quantkit eval-ppl", f"<h1>Perplexity on {escape(data)}</h1><p>{how}.</p>{_table(rows)}{plot}")
+
+
+def framed(title: str, body: str) -> str:
+    """Return a whole page: its head with the style, and the body."""
     return (
         '<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">'
-        f"<title>quantkit eval-ppl</title><style>{STYLE}</style>"
-        f"<h1>Perplexity on {escape(data)}</h1><p>{how}.</p>{_table(rows)}{plot}</html>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}</style>{body}</html>\n"
     )
 
 

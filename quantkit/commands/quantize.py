@@ -271,7 +271,7 @@ def conclude(job: Job, start: Start) -> dict[str, Any]:
 
 def load_of(loader: Loader, method: str, options: Any, asked: RunOptions, samples: int, length: int) -> Load:
     """Return what a run reads of so many samples; none without data."""
-    corrects = getattr(options, "then", method) == "gptq" and options.correct > 0 and not asked.float_stream
+    corrects = is_whole(method, options) and options.correct > 0 and not asked.float_stream
     return Load(samples, min(options.paired, samples) if corrects else 0, length, asked.batch or max(1, 2048 // length))
 
 

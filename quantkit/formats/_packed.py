@@ -57,6 +57,13 @@ class PackedStore(ABC):
         with foreign(f"{module}: its packed tensors do not fit each other", "The checkpoint is damaged."):
             yield
 
+    def stored_bytes(self, name: str) -> int:
+        """Return the bytes of a tensor on disk, all parts of a packed one."""
+        if not self.is_packed(name):
+            return self.inner.info(name).nbytes
+        module, held = name.removesuffix(".weight"), set(self.inner.names())
+        return sum(self.inner.info(module + suffix).nbytes for suffix in self.suffixes if module + suffix in held)
+
     def shape(self, module: str) -> tuple[int, int]:
         """Return (out, in) of a packed module, from headers alone."""
         with self.fitting(module):

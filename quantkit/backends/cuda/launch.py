@@ -47,8 +47,8 @@ class CudaLauncher:
         self.architecture = f"sm_{major}{minor}"
         self.number = torch.cuda.current_device() if device.index is None else device.index
         self.kernels: dict[tuple[str, str], Any] = {}
-        for module in nvrtc.MODULES:  # a driver that is too old, or a compiler that fails, shows here and not in the middle of a run
-            nvrtc.load_cubin(module, self.architecture)
+        # A driver that is too old, or a compiler that fails, shows here and not in the middle of a run.
+        self.cubins = {module: nvrtc.load_cubin(module, self.architecture) for module in nvrtc.MODULES}
         try:
             self._kernel("pack", "pack_fields")
         except Exception as error:  # the driver's own error, whatever its class
@@ -56,7 +56,7 @@ class CudaLauncher:
 
     def _kernel(self, module: str, kernel: str) -> Any:
         if (module, kernel) not in self.kernels:
-            code = self.core.ObjectCode.from_cubin(nvrtc.load_cubin(module, self.architecture), name=module)
+            code = self.core.ObjectCode.from_cubin(self.cubins[module], name=module)
             self.core.Device(self.number).set_current()
             self.kernels[module, kernel] = code.get_kernel(kernel)
         return self.kernels[module, kernel]
