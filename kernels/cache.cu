@@ -3,7 +3,9 @@
 // A page holds 64 tokens of one layer: keys i8 [heads, size, 64] with a float16 scale per channel [heads, size], values i8 [heads,
 // 64, size] with one per token [heads, 64]. Twin of quantkit.infer.cache_int8: scale = max / 127, at least 2^-24, rounded to float16 before it is used.
 //
-// quantize_page  tail u16 (bfloat16) [2, heads, 64, size] -> keys, values, key_scale, value_scale, all of this page. A block for each
+// The second bytes of a page's widest channels are not theirs: quantize_page makes the first bytes, gather_pages reads them.
+//
+// quantize_page  tail u16 (float16) [2, heads, 64, size] -> keys, values, key_scale, value_scale, all of this page. A block for each
 //                head; grid y 0 does keys, 1 values. Bytes moved: 3 for each number. size at most 256.
 // gather_pages   table i32 [pages] -> keys, values u16 (bfloat16) [heads, 64 pages, size]; the pools hold [page, ...]. Bytes moved: 3 for each
 //                number. Both floors are the copy bandwidth.
@@ -34,9 +36,9 @@ quantize_page(const u16 *tail, i8 *keys, i8 *values, u16 *key_scale, u16 *value_
     for (i32 at = (i32)threadIdx.x; at < count; at += THREADS) {
         float top = 0.0f;
         if (which) {
-            for (i32 d = 0; d < size; ++d) top = qk_max(top, qk_abs(qk_from_brain(part[at * room + d])));
+            for (i32 d = 0; d < size; ++d) top = qk_max(top, qk_abs(qk_from_half(part[at * room + d])));
         } else {
-            for (i32 t = 0; t < TOKENS; ++t) top = qk_max(top, qk_abs(qk_from_brain(part[t * room + at])));
+            for (i32 t = 0; t < TOKENS; ++t) top = qk_max(top, qk_abs(qk_from_half(part[t * room + at])));
         }
         scales[at] = qk_to_half(scale_of(top));
         (which ? value_scale : key_scale)[(i64)head * count + at] = scales[at];
@@ -45,7 +47,7 @@ quantize_page(const u16 *tail, i8 *keys, i8 *values, u16 *key_scale, u16 *value_
     i8 *to = (which ? values : keys) + (i64)head * TOKENS * size;
     for (i32 at = (i32)threadIdx.x; at < TOKENS * size; at += THREADS) {
         i32 token = which ? at / size : at % TOKENS, channel = which ? at % size : at / TOKENS;
-        to[at] = code_of(qk_from_brain(part[token * room + channel]), qk_from_half(scales[which ? token : channel]));
+        to[at] = code_of(qk_from_half(part[token * room + channel]), qk_from_half(scales[which ? token : channel]));
     }
 }
 

@@ -26,6 +26,14 @@ from quantkit.loader import Loader
 from quantkit.lock import clear, hold
 from quantkit.source import Source
 
+LOADING = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+```
+
+Without those packages: `quantkit generate . --prompt "..."` and `quantkit verify .`. Runtimes, as they were known when it was made:
+"""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 
@@ -222,8 +230,11 @@ def publish(partial: Path, output: Path) -> None:
         old.unlink()
 
 
-def model_card(source_name: str, command: str, summary: str, table: str, source_readme: Path | None) -> str:
-    """Return the README of an artifact; the source's licence and language entries are kept in its front matter."""
+def model_card(source_name: str, command: str, summary: str, takers: list[str], table: str, source_readme: Path | None) -> str:
+    """Return the README of an artifact: how it was made, what loads it (takers: a line for each runtime), and its table.
+
+    The source's licence and language entries are kept in its front matter.
+    """
     source_name, command = readable(source_name), readable(command)
     matter = ["base_model: " + source_name, "tags: [quantkit, quantized]"]
     if source_readme is not None:
@@ -233,6 +244,6 @@ def model_card(source_name: str, command: str, summary: str, table: str, source_
     return (
         "---\n" + "\n".join(matter) + "\n---\n\n"
         f"# {source_name}, quantized\n\n{summary}\n\nMade by [quantkit](quantkit.json) with\n\n"
-        f"```\n{command}\n```\n\n{table}\n\n"
+        f"```\n{command}\n```\n\n## What loads it\n\n{LOADING}\n" + "".join(f"- {line}\n" for line in takers) + f"\n{table}\n\n"
         "The licence is that of the base model" + ("; its own page is README.source.md.\n" if source_readme is not None else ".\n")
     )

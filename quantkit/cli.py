@@ -37,6 +37,7 @@ from quantkit.commands._options import (
     ToHfOptions,
     VerifyOptions,
 )
+from quantkit.document import print_failure
 from quantkit.errors import Interrupted, QuantkitError, UsageError
 from quantkit.methods import METHODS, options_of
 
@@ -140,10 +141,11 @@ for _row in METHODS:
 )
 @flags(PlanOptions)
 def plan(context: typer.Context, asked: PlanOptions) -> None:
-    """Say what a run will give and take, before any work: size, memory, disk, time, runtimes, and the cache when it is served.
+    """Say what a run will give and take, before any work.
 
-    The cache of keys and values takes 2 x layers x key-value heads x head size x tokens x bytes for each sequence; a layer with a sliding
-    window holds at most its window.
+    That is size, memory, disk, time, the runtimes that take the result, and the cache when it is served. The cache of
+    keys and values takes 2 x layers x key-value heads x head size x tokens x bytes for each sequence; a layer
+    with a sliding window holds at most its window.
     """
     group: Any = typer.main.get_command(app)
     words = group.commands[asked.method].make_context(f"quantkit plan --method {asked.method}", context.args).params
@@ -161,7 +163,7 @@ def run_recipe(
     model: Model,
     asked: RecipeOptions,
 ) -> None:
-    """Make every output of a recipe from one source, verified and held to its gates."""
+    """Make every output of a recipe, verified and held to gates."""
     from quantkit.commands import run
 
     run.run(recipe, model, asked)
@@ -179,7 +181,7 @@ def list_recipes(asked: ListOptions) -> None:
 @app.command("to-hf")
 @flags(ToHfOptions)
 def to_hf(model: Model, output: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)], asked: ToHfOptions) -> None:
-    """Turn any artifact or GGUF file into a plain checkpoint that from_pretrained loads."""
+    """Turn any artifact or GGUF file into a plain checkpoint."""
     from quantkit.commands import convert
 
     convert.to_hf(model, output, asked)
@@ -207,7 +209,10 @@ def export_gguf(model: Model, asked: ExportOptions) -> None:
 @app.command("imatrix")
 @flags(ImatrixOptions)
 def imatrix(model: Model, asked: ImatrixOptions) -> None:
-    """Compute an importance matrix: the mean square of every weight's input columns."""
+    """Compute an importance matrix for export-gguf.
+
+    It holds the mean square of every weight's input columns.
+    """
     from quantkit.commands import export
 
     export.imatrix(model, asked)
@@ -216,7 +221,10 @@ def imatrix(model: Model, asked: ImatrixOptions) -> None:
 @app.command("eval-ppl")
 @flags(EvalOptions)
 def eval_ppl(models: Models, asked: EvalOptions) -> None:
-    """Measure perplexity and divergence from a reference, streaming block by block; gates for CI."""
+    """Measure perplexity, and divergence from a reference; gates.
+
+    It streams block by block, so that a model larger than memory can be measured.
+    """
     from quantkit.commands import evaluate
 
     evaluate.eval_ppl(models, asked)
@@ -228,7 +236,10 @@ def verify(
     artifact: Annotated[str, typer.Argument(help="Folder or .gguf file.", show_default=False)],
     asked: VerifyOptions,
 ) -> None:
-    """Prove an artifact: files, tensors, codes, scales, configuration, tokenizer, a short run; quality gates on request."""
+    """Prove an artifact; hold it to quality gates on request.
+
+    Files, tensors, codes, scales, configuration, tokenizer, and a short run.
+    """
     from quantkit.commands import verify as module
 
     module.run(artifact, asked)
@@ -240,7 +251,7 @@ def report(
     artifact: Annotated[str, typer.Argument(help="Folder or .gguf file.", show_default=False)],
     asked: ReportOptions,
 ) -> None:
-    """Show where an artifact's errors and bits are and what it measures beside its source, as one page on request."""
+    """Show where errors and bits are; one page on request."""
     from quantkit.commands import report as module
 
     module.report(artifact, asked)
@@ -252,7 +263,7 @@ def reproduce(
     manifest: Annotated[str, typer.Argument(help="A quantkit.json, or an artifact that has one.", show_default=False)],
     asked: ReproduceOptions,
 ) -> None:
-    """Make an artifact again from its manifest and compare the bytes."""
+    """Make an artifact again and compare the bytes."""
     from quantkit.commands import reproduce as module
 
     module.reproduce(manifest, asked)
@@ -261,7 +272,7 @@ def reproduce(
 @app.command("inspect")
 @flags(InspectOptions)
 def inspect_source(model: Model, asked: InspectOptions) -> None:
-    """Say what a source holds: schemes, bits per weight, who will load it."""
+    """Say what a source holds, and what will load it."""
     from quantkit.commands import inspect as module
 
     module.inspect(model, asked)
@@ -274,7 +285,7 @@ def diff(
     b: Annotated[str, typer.Argument(help="Another.", show_default=False)],
     asked: DiffOptions,
 ) -> None:
-    """Compare two sources tensor by tensor: scheme, size, relative error."""
+    """Compare two sources tensor by tensor."""
     from quantkit.commands import inspect as module
 
     module.diff(a, b, asked)
@@ -283,7 +294,7 @@ def diff(
 @app.command("generate")
 @flags(GenerateOptions)
 def generate(model: Model, asked: GenerateOptions) -> None:
-    """Continue prompts from the packed weights: batches, caches of pages or 8 bits, drafts."""
+    """Continue prompts from the packed weights."""
     from quantkit.commands import generate as module
 
     module.generate(model, asked)
@@ -292,7 +303,7 @@ def generate(model: Model, asked: GenerateOptions) -> None:
 @app.command("bench")
 @flags(BenchOptions)
 def bench(model: Model, asked: BenchOptions) -> None:
-    """Measure prefill and decoding from the packed weights, beside transformers' own loop."""
+    """Measure prefill and decoding, beside transformers."""
     from quantkit.commands import generate as module
 
     module.bench(model, asked)
@@ -301,7 +312,7 @@ def bench(model: Model, asked: BenchOptions) -> None:
 @app.command("doctor")
 @flags(DoctorOptions)
 def doctor(asked: DoctorOptions) -> None:
-    """Say what this machine can compute with, what it cannot and why, and what to install."""
+    """Say what this machine can compute with, and what is missing."""
     from quantkit.commands import doctor as module
 
     module.doctor(asked)
@@ -372,4 +383,6 @@ def _quiet_libraries() -> None:
 
 def _fail(message: str, code: int) -> None:
     typer.echo(f"quantkit: {message}", err=True)
+    if "--json" in sys.argv:
+        print_failure(next((word for word in sys.argv[1:] if not word.startswith("-")), ""), message, code)
     sys.exit(code)

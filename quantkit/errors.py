@@ -6,6 +6,11 @@ command is the `exit_code` of the error's class, so a caller never parses text.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
+NUMBER = re.compile(r"\.(\d+)\.")
+
 
 class QuantkitError(Exception):
     """A failure with a message for people; exit code 1."""
@@ -61,6 +66,25 @@ class Interrupted(QuantkitError):
     """Stopped by the user; the same command resumes; exit code 130."""
 
     exit_code = 130
+
+
+def name_ranges(names: Iterable[str]) -> str:
+    """Return all names in one line: those that differ in one number alone become one, with its ranges in braces."""
+    kinds: dict[str, list[int]] = {}
+    for name in names:
+        kinds.setdefault(NUMBER.sub(".{}.", name, count=1), []).extend(int(found[1]) for found in [NUMBER.search(name)] if found)
+    return ", ".join(kind.replace("{}", f"{{{_ranges(sorted(numbers))}}}", 1) if numbers else kind for kind, numbers in kinds.items())
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return ascending numbers with runs as first-last."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 def name_list(names: object, limit: int = 5) -> str:

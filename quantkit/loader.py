@@ -56,6 +56,9 @@ def build_skeleton(config: Any, trust_remote_code: bool = False) -> nn.Module:
     return skeleton
 
 
+HEADS = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads", ".v_proj.": "num_key_value_heads"}
+
+
 class NameMap:
     """Source names and model names, both ways.
 
@@ -109,6 +112,7 @@ class NameMap:
                 raise SourceError(
                     f"'{source}' has shape {list(have)}, but config.json makes it {list(want)}. "
                     "Its sizes (hidden_size, heads, head_dim, ...) are not those of these weights."
+                    + _other_size(model.config, source, have)
                 )
 
         for target, parts in self.stacks.items():
@@ -181,6 +185,16 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
+def _other_size(config: Any, name: str, shape: tuple[int, ...]) -> str:
+    """Return which head_dim would fit a projection's rows, if one would."""
+    text = config.get_text_config()
+    kind = next((key for part, key in HEADS.items() if part in name), "")
+    heads = getattr(text, kind, None)
+    if not heads or shape[0] % heads:
+        return ""
+    return f" Its {shape[0]} rows are {heads} heads of {shape[0] // heads}: is head_dim {shape[0] // heads} missing?"
+
+
 def head_size(config: Any) -> int:
     """Return the columns of an attention head."""
     config = config.get_text_config()
@@ -214,6 +228,11 @@ class Loader:
             if found is not None and name is not None:
                 linear = self.model.get_submodule(name.removesuffix(".weight"))
                 linear.forward = RoundedInputs(linear, found[0], None if found[1] is None else found[1].to(self.device))
+
+    def notices(self, fate: str) -> list[str]:
+        """Return what to say of tensors that the model has no place for; fate: what becomes of them."""
+        unused = self.names.unused
+        return [f"{len(unused)} tensors that the model has no place for are {fate}: {name_list(unused)}"] if unused else []
 
     def block_name(self, index: int) -> str:
         """Return the full module name of a block."""

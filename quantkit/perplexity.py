@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from quantkit.corpus import HELD_OUT, bos_prefix, documents, encode, pack_window
 from quantkit.errors import CalibrationError
 from quantkit.loader import Loader
 
-PROTOCOLS = {"windows": 1024, "stride": 1024, "llama.cpp": 512}
+WINDOW = 1024
+PROTOCOLS = {"windows": WINDOW, "stride": WINDOW, "llama.cpp": 512}
 HEAD_ROWS = 256
 BATCH_TOKENS = 1024
 Step = Callable[[int, int], None]
@@ -107,12 +108,38 @@ class Perplexity:
         return values | (values.pop("divergence") or {})
 
 
+class Scorer(Protocol):
+    """Something that gives a text's logits, one window after another, between `open` and `close`."""
+
+    def open(self) -> None:
+        """Get ready."""
+
+    def close(self) -> None:
+        """Let go of what `open` took."""
+
+    def scores(self, number: int, row: int, window: Window) -> Tensor:
+        """Return the logits, [scored, vocabulary], that a window's scored tokens are judged by; it is row `row` of batch `number`."""
+
+
 @dataclass
-class Base:
-    """A reference: its loader and the states that leave its last block, per batch of the text."""
+class Streamed:
+    """A model by its loader and the states that leave its last block, per batch of the text: `final_states`."""
 
     loader: Loader
     states: list[Tensor]
+
+    def open(self) -> None:
+        """Read what lies behind the blocks."""
+        self.loader.materialize(self.loader.outer_names(head=True))
+
+    def close(self) -> None:
+        """Drop it again."""
+        self.loader.release(self.loader.outer_names(head=True))
+
+    def scores(self, number: int, row: int, window: Window) -> Tensor:
+        """Return the model's own logits, [scored, vocabulary]."""
+        found = logits(self.loader, window.ids[None], self.states[number][row : row + 1])
+        return found[0, window.start - 1 : len(window.ids) - 1]
 
 
 def cut(tokenizer: Any, spec: str, protocol: str, window: int, limit: int, stride: int = 0, offline: bool = False) -> Text:
@@ -190,25 +217,24 @@ def logits(loader: Loader, ids: Tensor, state: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure(loader: Loader, text: Text, states: list[Tensor], base: Base | None = None) -> Perplexity:
-    """Return perplexity over a text's windows, and with a base the divergence from it; states: `final_states`'."""
-    loaders = [loader] if base is None else [loader, base.loader]
-    for each in loaders:
-        each.materialize(each.outer_names(head=True))
+def measure(text: Text, model: Scorer, base: Scorer | None = None) -> Perplexity:
+    """Return a model's perplexity over a text's windows, and with a base the divergence from it."""
+    scorers = [model] if base is None else [model, base]
+    for each in scorers:
+        each.open()
     losses: list[float] = []
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     for number, batch in enumerate(text.batches()):
         for row, window in enumerate(batch):
-            ids, at = window.ids[None], slice(window.start - 1, len(window.ids) - 1)
-            scores = logits(loader, ids, states[number][row : row + 1])[0, at]
-            other = None if base is None else logits(base.loader, ids, base.states[number][row : row + 1])[0, at].to(scores.device)
+            scores = model.scores(number, row, window)
+            other = None if base is None else base.scores(number, row, window).to(scores.device)
             total = 0.0
             for part in _parts(scores, other, window.ids[window.start :].to(scores.device)):
                 total += float(part[0].sum())
                 kept += [part[1:]] if base is not None else []
             losses.append(total / window.scored)
-    for each in loaders:
-        each.release(each.outer_names(head=True))
+    for each in scorers:
+        each.close()
     return _summary(text, losses, _divergence(kept) if kept else None)
 
 

@@ -72,9 +72,10 @@ class Plan:
 
     @property
     def bits_per_weight(self) -> float:
-        """Mean stored bits of the quantized weights."""
-        weights = [(row.shape[0] * row.shape[1], row.codec.bits_per_weight(row.shape[1])) for row in self.packed]
-        return float(sum(n * bits for n, bits in weights) / max(sum(n for n, _ in weights), 1))
+        """Mean bits of the quantized weights on disk: codes, scales, zero points, indexes."""
+        weights = sum(row.shape[0] * row.shape[1] for row in self.packed)
+        stored = sum(info.nbytes for row in self.packed for info in self.layouts[row.tensor].values())
+        return 8 * stored / max(weights, 1)
 
 
 def make_plan(loader: Loader, method: str, options: Any, form: Any, dtype: str, strict: bool) -> Plan:

@@ -97,14 +97,14 @@ def find(name: str) -> Path:
     shipped = data_folder("recipes") / f"{name.removesuffix('.toml')}.toml"
     if "/" not in name and shipped.is_file():
         return shipped
-    names = [recipe.stem for recipe, _ in listed() if not _is_mixture(recipe)]
+    names = [recipe.stem for recipe, _, mixture in listed() if not mixture]
     raise UsageError(f"There is no recipe '{name}'. Name a .toml file, or one that ships: {', '.join(names)}.")
 
 
-def listed() -> list[tuple[Path, str]]:
-    """Return the recipes that ship, with a line about each: runs first, then mixtures of GGUF types."""
+def listed() -> list[tuple[Path, str, bool]]:
+    """Return the recipes that ship, with a line about each and whether it is a mixture of GGUF types: runs first, then mixtures."""
     paths = sorted(data_folder("recipes").glob("*.toml"), key=lambda path: (_is_mixture(path), path.name))
-    return [(path, _summary(path)) for path in paths]
+    return [(path, _summary(path), _is_mixture(path)) for path in paths]
 
 
 def _is_mixture(path: Path) -> bool:
@@ -112,8 +112,9 @@ def _is_mixture(path: Path) -> bool:
 
 
 def _summary(path: Path) -> str:
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
-    return str(table.get("summary") or f"GGUF types: {table.get('types', {}).get('base', '')}")
+    """Return a recipe's summary, or what the first comment of a mixture says."""
+    text = path.read_text(encoding="utf-8")
+    return str(tomllib.loads(text).get("summary") or text.splitlines()[0].partition(": ")[2])
 
 
 def load(path: Path) -> Recipe:

@@ -24,7 +24,6 @@ from quantkit.errors import Interrupted
 from quantkit.pipeline import Events
 from quantkit.plan import Plan
 
-JSON_VERSION = 1
 RECENT = 7
 WIDTH = 160  # of what no terminal reads: tables are not broken there
 NUMBER = re.compile(r"\.\d+\.")
@@ -34,11 +33,6 @@ WORST = 5  # modules shown by themselves
 def mib(count: float) -> str:
     """Return bytes as MiB for people."""
     return f"{count / 2**20:,.1f} MiB"
-
-
-def print_json(document: dict[str, Any]) -> None:
-    """Print one JSON object as one line of standard output."""
-    print(json.dumps({"version": JSON_VERSION, **document}), flush=True)
 
 
 class Eye(Events):
@@ -176,6 +170,15 @@ class Eye(Events):
             name = some[0]["module"] if len(some) == 1 else f"{NUMBER.sub('.*.', some[0]['module'])} ({len(some)})"
             cells = (some[0]["grid"], f"{sum(errors) / len(errors):.6f}", f"{max(errors):.6f}", f"{max(n['damp'] for n in some):g}")
             table.add_row(name, *cells, f"{sum(spent):.2f}" if spent else "")
+        self.console.print(table)
+
+    def table(self, head: list[str], rows: list[list[str]]) -> None:
+        """Print a table, its first column to the left."""
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for number, title in enumerate(head):
+            table.add_column(title, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*map(escape, row))
         self.console.print(table)
 
     def scales_table(self, notes: list[dict[str, Any]]) -> None:

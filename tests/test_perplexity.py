@@ -144,7 +144,7 @@ def test_sliding_windows_equal_the_models_own_loss(run_cli: Run, tmp_path: Path,
     loader = Loader(resolve(str(model)), torch.device("cpu"))
     windows = perplexity._sliding(ids, 100, 50)
     text = perplexity.Text(windows, "stride", 100, 0, False)
-    result = perplexity.measure(loader, text, perplexity.final_states(loader, text))
+    result = perplexity.measure(text, perplexity.Streamed(loader, perplexity.final_states(loader, text)))
     assert result.scored == scored
     assert result.perplexity == pytest.approx(math.exp(total / scored), rel=1e-5)
 

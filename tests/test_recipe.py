@@ -46,7 +46,7 @@ windows = 1
 """
 
 
-@pytest.mark.parametrize("path", [path for path, _ in recipe.listed()], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path, *_ in recipe.listed()], ids=lambda path: path.stem)
 def test_what_ships_is_listed_and_valid(path: Path) -> None:
     import tomllib
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "quantkit"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
-    {"errors", "findings", "foreign", "lock", "registry", "tensors", "memory"},
+    {"errors", "document", "findings", "foreign", "lock", "registry", "tensors", "memory"},
     {"codecs"},
     {"backends"},
     {"methods", "families"},

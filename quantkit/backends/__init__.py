@@ -23,6 +23,7 @@ KERNELS = Table(
         Row("cpu/pack_fields", "Numba, one pass", "quantkit.backends.cpu.packing:pack_fields"),
         Row("cpu/unpack_fields", "Numba, one pass", "quantkit.backends.cpu.packing:unpack_fields"),
         Row("cpu/packed_linear", "Numba on bit planes", "quantkit.backends.cpu.linear:packed_linear"),
+        Row("cpu/program", "Numba, a recorded step in one call", "quantkit.backends.cpu.program:program"),
         Row("cpu/paged_step", "Numba, write and attend in one call", "quantkit.backends.cpu.attend:paged_step"),
         Row("cpu/attend", "Numba, page by page", "quantkit.backends.cpu.attend:attend"),
         Row("cpu/round_affine", "rounding on searched grids in Numba", "quantkit.backends.cpu.rounding:round_affine"),

@@ -8,9 +8,8 @@ from typing import Any
 from quantkit import perplexity
 from quantkit.commands._options import GateOptions
 from quantkit.loader import Loader
-from quantkit.perplexity import Base
+from quantkit.perplexity import Streamed
 
-WINDOW = 512
 MEASURED = {"--max-ppl-delta": "delta", "--max-ppl-ratio": "ratio", "--max-kl": "kl_mean", "--min-top1": "top1"}
 
 
@@ -18,13 +17,13 @@ class Yardstick:
     """A reference on some windows of a text, measured once: any number of artifacts are measured beside it."""
 
     def __init__(self, loader: Loader, data: str, windows: int, offline: bool) -> None:
-        self.text = perplexity.cut(loader.source.tokenizer(), data, "windows", WINDOW, windows, offline=offline)
-        self.base = Base(loader, perplexity.final_states(loader, self.text))
-        self.plain = perplexity.measure(loader, self.text, self.base.states)
+        self.text = perplexity.cut(loader.source.tokenizer(), data, "windows", perplexity.WINDOW, windows, offline=offline)
+        self.base = Streamed(loader, perplexity.final_states(loader, self.text))
+        self.plain = perplexity.measure(self.text, self.base)
 
     def measure(self, loader: Loader, name: str) -> dict[str, Any]:
         """Return an artifact's perplexity and its divergence from the reference as plain values."""
-        result = perplexity.measure(loader, self.text, perplexity.final_states(loader, self.text), self.base)
+        result = perplexity.measure(self.text, Streamed(loader, perplexity.final_states(loader, self.text)), self.base)
         document = {"model": name, **result.document(), **compare(result.losses, self.plain.losses)}
         del document["losses"]
         return document

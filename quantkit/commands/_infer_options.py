@@ -41,7 +41,9 @@ class GenerateOptions(InferOptions):
     repetition_penalty: float = option(1.0, "Make tokens that came already less likely.")
     seed: int = option(0, "Seed of the draws.")
     stop: tuple[str, ...] = option((), "Text that ends the output (repeatable).")
-    speculative: str = option("none", "Drafts: none, lookup (from the text itself), or a smaller model.")
+    speculative: str = option(
+        "none", "Drafts: none, lookup (from the text itself), medusa (heads that the checkpoint has), or a smaller model."
+    )
     batch: int = option(32, "Prompts at a time.")
     short_first: bool = option(False, "Begin with the shortest prompts.")
 

@@ -249,6 +249,9 @@ class EvalOptions(SourceOptions, GateOptions):
     window: int = option(0, "Tokens of a window; default 1024, for llama.cpp 512.")
     windows: int = option(40, "How many windows; 0 takes the whole text.")
     stride: int = option(0, "Tokens between the beginnings of windows (protocol stride); default half a window.")
+    kv_cache: str = option(
+        "none", "Run through this key-value cache, in chunks: what it costs.", choices=("none", "plain", "paged", "int8")
+    )
     save_logits: str = option("", "Keep the reference's side in this file, and use it when it is there: it need not be computed again.")
     html: str = option("", "Write a page with the table, and divergence against size.")
     junit: str = option("", "Write a JUnit report, a test case for each gate.")
@@ -259,24 +262,30 @@ class EvalOptions(SourceOptions, GateOptions):
 
 
 @dataclass(frozen=True)
-class VerifyOptions(GateOptions):
-    """Options of verify."""
+class BesideOptions:
+    """How an artifact is measured beside its source."""
 
-    reference: str | None = option(None, "Measure against this model, for the gates; default: the source named in the manifest.")
+    reference: str | None = option(None, "The source to compare with; default: the one named in the manifest, if it is here.")
     data: str = option("bundled", "Text to measure on: a file, a named data set, or bundled.")
-    windows: int = option(8, "How many windows of 512 tokens to measure on.")
-    generate: bool = option(True, "Also let it continue a sentence from its packed weights, and show it.")
-    strict: bool = option(False, "Warnings fail too.")
-    junit: str = option("", "Write a JUnit report, a test case for each check.")
-    device: str = option("auto", "Where the gates are measured: cpu, cuda, cuda:N, mps or auto.")
+    windows: int = option(8, "How many windows of 1024 tokens to measure on.")
+    device: str = option("auto", "Where it is measured: cpu, cuda, cuda:N, mps or auto.")
     threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
     offline: bool = option(False, "Never use the network.")
-    trust_remote_code: bool = option(False, "Run the model's own code, if it brings any.")
+    trust_remote_code: bool = option(False, "Run a model's own code, if it brings any.")
     json: bool = option(False, "Print one JSON object on the last line of standard output.")
 
     def __post_init__(self) -> None:
         if self.windows < 1:
             raise UsageError(f"--windows {self.windows} cannot be: at least 1.")
+
+
+@dataclass(frozen=True)
+class VerifyOptions(BesideOptions, GateOptions):
+    """Options of verify."""
+
+    generate: bool = option(True, "Also let it continue a sentence from its packed weights, and show it.")
+    strict: bool = option(False, "Warnings fail too.")
+    junit: str = option("", "Write a JUnit report, a test case for each check.")
 
 
 @dataclass(frozen=True)
@@ -290,26 +299,14 @@ class PlanOptions:
 
 
 @dataclass(frozen=True)
-class ReportOptions:
+class ReportOptions(BesideOptions):
     """Options of report."""
 
     html: bool = option(False, "Write one self-contained page.")
     output: str = option("", "The page; default NAME-report.html.", short="-o")
-    reference: str | None = option(None, "The source to compare with; default: the one named in the manifest, if it is here.")
     log: str = option("", "The run's --log-file: adds its time, its memory, and the seconds of each module.")
     measure: bool = option(True, "Measure perplexity and KL divergence beside the source.")
-    data: str = option("bundled", "Text to measure on: a file, a named data set, or bundled.")
-    windows: int = option(8, "How many windows of 512 tokens to measure on.")
-    device: str = option("auto", "cpu, cuda, cuda:N, mps or auto.")
-    threads: int = option(0, "CPU threads; 0 leaves torch's choice.")
-    offline: bool = option(False, "Never use the network.")
-    trust_remote_code: bool = option(False, "Run a model's own code, if it brings any.")
     force: bool = option(False, "Replace an existing page.")
-    json: bool = option(False, "Print one JSON object on the last line of standard output.")
-
-    def __post_init__(self) -> None:
-        if self.windows < 1:
-            raise UsageError(f"--windows {self.windows} cannot be: at least 1.")
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ import torch
 from quantkit import __version__, artifact
 from quantkit.commands._options import ConvertOptions, ToHfOptions
 from quantkit.commands._proof import finish, provenance
+from quantkit.document import print_json
 from quantkit.errors import PlanError
 from quantkit.formats import FORMATS
 from quantkit.loader import Loader
 from quantkit.plan import kept_info, linears_outside
 from quantkit.repack import packer, plan_repack
-from quantkit.report import Eye, mib, print_json
+from quantkit.report import Eye, mib
 from quantkit.source import resolve
 
 
@@ -26,7 +27,10 @@ def to_hf(model: str, output: Path, asked: ToHfOptions) -> None:
     with Eye() as eye:
         for text in source.notices:
             eye.notice(text)
+        source.require_finite()
         loader = Loader(source, torch.device("cpu"))
+        for text in loader.notices("carried over as they are"):
+            eye.notice(text)
         kept = {name: kept_info(loader.info(name), asked.dtype) for name in source.store.names()}
         pieces = artifact.pieces_of(loader, kept, {}, _no_parts)
         with artifact.fresh_folder(partial, pieces, asked.shard_bytes) as total:
@@ -39,7 +43,7 @@ def to_hf(model: str, output: Path, asked: ToHfOptions) -> None:
                 eye.notice(text)
             proven = finish(partial, kept, {**provenance("to-hf", source, asked), "modules": []}, source, eye)
         artifact.publish(partial, output)
-        eye.totals({"output": str(output)})
+        eye.totals({"carried over": ", ".join(carried), "output": str(output)} if carried else {"output": str(output)})
     if asked.json:
         document = {"command": "to-hf", "model": model, "output": str(output), "bytes": total, "carried": carried}
         print_json({**document, **proven, "quantized_source": source.quantized})
@@ -55,9 +59,9 @@ def convert(model: str, output: Path, asked: ConvertOptions) -> None:
     form = FORMATS[asked.to]
     partial = artifact.prepare_output(output, source, asked.force)
     with Eye() as eye:
-        for text in source.notices:
-            eye.notice(text)
         loader = Loader(source, torch.device("cpu"))
+        for text in [*source.notices, *loader.notices("carried over as they are")]:
+            eye.notice(text)
         if source.quantized.split(" ")[0] == form.name:
             raise PlanError(f"{model} is {source.quantized} already.")
         eye.phase(f"reading {source.name} ({source.quantized or ('gguf' if source.gguf_file else 'plain')})")

@@ -16,8 +16,9 @@ from quantkit.backends import KERNELS
 from quantkit.backends.cuda import nvrtc
 from quantkit.backends.cuda.launch import launcher, missing_device
 from quantkit.commands._infer_options import DoctorOptions
+from quantkit.document import print_json
 from quantkit.errors import BackendError
-from quantkit.report import Eye, mib, print_json
+from quantkit.report import Eye, mib
 
 LIBRARIES = (
     "torch",

@@ -12,14 +12,19 @@ import torch
 from quantkit import perplexity, report_page
 from quantkit.commands._gates import compare, judge
 from quantkit.commands._options import EvalOptions
+from quantkit.document import print_json
 from quantkit.errors import GateMissed, UsageError
 from quantkit.formats import _safetensors as st
+from quantkit.infer.decode import CHUNK
+from quantkit.infer.model import Runner
+from quantkit.infer.scores import Cached
 from quantkit.junit import Case, write
 from quantkit.loader import Loader, pick_device
-from quantkit.perplexity import Base, Text
-from quantkit.report import Eye, mib, print_json
+from quantkit.perplexity import Scorer, Streamed, Text
+from quantkit.report import Eye, mib
 from quantkit.source import Source, resolve
 
+FEW = 8192  # scored tokens
 SAMPLE = "The year 2024 had 366 days; ça va? 1+1=2.\n\tdef f(x):  return x**2  # 你好 🦙\n"
 
 
@@ -42,6 +47,8 @@ def eval_ppl(models: list[str], asked: EvalOptions) -> None:
             Path(asked.html).write_text(report_page.page(results, reference, asked.data), encoding="utf-8")
             eye.totals({"report": asked.html})
         missed = [line for result in results for line in judge(result, asked)]
+        if asked.limits and not missed:
+            eye.totals({"gates met": ", ".join(f"{flag} {limit:g}" for flag, limit in asked.limits.items())})
         if asked.junit:
             _write_junit(results, asked)
     if asked.json:
@@ -92,14 +99,17 @@ def _require_same_tokens(first: Source, source: Source) -> None:
         raise UsageError(f"{source.asked} and {first.asked} have different tokenizers: their perplexities cannot be compared.")
 
 
-def _reference(source: Source | None, text: Text, asked: EvalOptions, eye: Eye, scratch: Path) -> tuple[Base | None, dict[str, Any] | None]:
+def _reference(
+    source: Source | None, text: Text, asked: EvalOptions, eye: Eye, scratch: Path
+) -> tuple[Streamed | None, dict[str, Any] | None]:
     if source is None:
         return None, None
     loader = Loader(source, pick_device(asked.device))
     eye.phase(f"measuring the reference {source.name}")
     states = _kept_states(loader, text, asked, eye, scratch)
-    result = perplexity.measure(loader, text, states)
-    return Base(loader, states), {"model": source.asked, "bytes": _bytes(source), **result.document()}
+    base = Streamed(loader, states)
+    result = perplexity.measure(text, base)
+    return base, {"model": source.asked, "bytes": _bytes(source), **result.document()}
 
 
 def _kept_states(loader: Loader, text: Text, asked: EvalOptions, eye: Eye, scratch: Path) -> list[torch.Tensor]:
@@ -125,12 +135,18 @@ def _kept_states(loader: Loader, text: Text, asked: EvalOptions, eye: Eye, scrat
 
 
 def _measure(
-    source: Source, text: Text, asked: EvalOptions, eye: Eye, base: Base | None, reference: dict[str, Any] | None, scratch: Path
+    source: Source, text: Text, asked: EvalOptions, eye: Eye, base: Streamed | None, reference: dict[str, Any] | None, scratch: Path
 ) -> dict[str, Any]:
     loader = Loader(source, pick_device(asked.device))
-    eye.phase(f"measuring {source.name}" + (f" ({source.quantized})" if source.quantized else ""))
-    states = perplexity.final_states(loader, text, eye.block, scratch)
-    result = perplexity.measure(loader, text, states, base).document()
+    for line in [*source.notices, *loader.notices("not used")]:
+        eye.notice(line)
+    with_cache = f", {asked.kv_cache} cache" if asked.kv_cache != "none" else ""
+    eye.phase(f"measuring {source.name}" + (f" ({source.quantized})" if source.quantized else "") + with_cache)
+    if asked.kv_cache != "none":
+        model: Scorer = Cached(Runner(loader, torch.get_num_threads(), "exact"), asked.kv_cache, CHUNK)
+    else:
+        model = Streamed(loader, perplexity.final_states(loader, text, eye.block, scratch))
+    result = perplexity.measure(text, model, base).document()
     compared = compare(result["losses"], reference["losses"], [window.scored for window in text.windows]) if reference else {}
     return {"model": source.asked, "quantized": source.quantized, "bytes": _bytes(source), **result, **compared}
 
@@ -148,8 +164,11 @@ def _document(results: list[dict[str, Any]], reference: dict[str, Any] | None, a
 def _print(eye: Eye, text: Text, results: list[dict[str, Any]], reference: dict[str, Any] | None) -> None:
     rule = "the tokenizer's beginning token first" if text.bos else "no beginning token"
     scored = sum(window.scored for window in text.windows)
-    for result in sorted(results, key=lambda r: float(r["perplexity"])):
-        lines = {"model": f"{result['model']}, {mib(result['bytes'])}"} if len(results) > 1 else {}
+    ordered = sorted(results, key=lambda r: float(r["perplexity"]))
+    if len(results) > 1:
+        eye.table(*_rows(ordered, reference is not None))
+    for result in ordered if len(results) == 1 else []:
+        lines = {}
         lines["perplexity"] = f"{result['perplexity']:.4f} +- {result['error']:.4f}"
         if reference:
             lines["ratio"] = f"{result['ratio']:.5f} +- {result['ratio_error']:.5f} (paired by window)"
@@ -163,4 +182,19 @@ def _print(eye: Eye, text: Text, results: list[dict[str, Any]], reference: dict[
     if reference:
         eye.totals({"reference": f"{reference['perplexity']:.4f} +- {reference['error']:.4f} ({reference['model']})"})
     eye.totals({"measured on": f"{len(text.windows)} windows of {text.window} tokens ({text.protocol}), {scored} scored, "
-                               f"{text.dropped} left, {rule}"})  # fmt: skip
+                               f"{text.dropped} left, {rule}; line ends as they are, documents joined by end-of-text"})  # fmt: skip
+    if scored < FEW:
+        eye.notice(f"{scored} scored tokens are few: the errors are wide. Give a longer --data for a number to rely on")
+
+
+def _rows(ordered: list[dict[str, Any]], compared: bool) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a table of several models."""
+    head = ["model", "size", "perplexity", *(["ratio", "mean KL", "99 % KL", "same top"] if compared else [])]
+    rows = []
+    for r in ordered:
+        row = [r["model"], mib(r["bytes"]), f"{r['perplexity']:.4f} +- {r['error']:.4f}"]
+        if compared:
+            row += [f"{r['ratio']:.5f} +- {r['ratio_error']:.5f}", f"{r['kl_mean']:.5f} +- {r['kl_error']:.5f}"]
+            row += [f"{r['kl_99']:.4f}", f"{100 * r['top1']:.2f} %"]
+        rows.append(row)
+    return head, rows

@@ -18,18 +18,17 @@ from quantkit.codecs import CODECS, GGML_TYPES
 from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import DataOptions, ExportOptions, ImatrixOptions
 from quantkit.commands._proof import finish, provenance
+from quantkit.document import print_json
 from quantkit.energy import watch_blocks
-from quantkit.errors import PlanError, StrictError, UsageError, name_list
+from quantkit.errors import PlanError, StrictError, UsageError, name_list, name_ranges
 from quantkit.export import ExportPlan
 from quantkit.foreign import read_json
 from quantkit.formats import gguf_write
 from quantkit.importance import Entry, Importance
 from quantkit.loader import Loader, pick_device
 from quantkit.mixture import Wishes, load_policy, parse_tensor_types
-from quantkit.report import Eye, mib, print_json
+from quantkit.report import Eye, mib
 from quantkit.source import BUILT_IN, Source, built_in_notice, resolve
-
-FALLBACKS_SHOWN = 8
 
 
 def export_gguf(model: str, asked: ExportOptions, source: Source | None = None) -> dict[str, Any]:
@@ -150,9 +149,7 @@ def _print_plan(eye: Eye, plan: ExportPlan, total: int) -> None:
         eye.notice(f"{len(plan.fallbacks)} tensors ({share:.0%} of the parameters) took another type because blocks do not divide their "
                    f"rows, {'+' if extra >= 0 else '-'}{mib(abs(extra))}:")  # fmt: skip
         for (wanted, kind, columns), names in kinds.items():
-            eye.totals(
-                {f"  {kind} for {wanted}": f"{columns} columns, blocks of {CODECS[wanted].block}: {name_list(names, FALLBACKS_SHOWN)}"}
-            )
+            eye.totals({f"  {kind} for {wanted}": f"{columns} columns, blocks of {CODECS[wanted].block}: {name_ranges(names)}"})
 
 
 def _ideal(choice: Any) -> float:

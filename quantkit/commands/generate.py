@@ -15,15 +15,17 @@ import torch
 from quantkit import memory
 from quantkit.commands._infer_options import BenchOptions, GenerateOptions, InferOptions
 from quantkit.corpus import render_chat
+from quantkit.document import print_json
 from quantkit.errors import SourceError, UsageError
 from quantkit.foreign import foreign, readable
 from quantkit.infer.cache import PagedCache
 from quantkit.infer.decode import Engine, Pieces, Request, read_prompts, text_of
+from quantkit.infer.medusa import Medusa, MedusaHeads
 from quantkit.infer.model import Runner
 from quantkit.infer.sampling import Sampling
 from quantkit.infer.speculative import DraftModel, Lookup
 from quantkit.loader import Loader
-from quantkit.report import Eye, mib, print_json
+from quantkit.report import Eye, mib
 from quantkit.source import resolve
 
 
@@ -37,7 +39,8 @@ def open_runner(model: str, asked: InferOptions, stub: bool = False) -> Runner:
 def generate(model: str, asked: GenerateOptions) -> None:
     """Continue one prompt, its text alone on standard output as it comes, or a file of prompts, one JSON line each."""
     runner = open_runner(model, asked)
-    tokenizer = runner.loader.source.tokenizer()
+    source = runner.loader.source
+    tokenizer = source.tokenizer()
     drafts = _drafters(runner, asked, tokenizer)
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.repetition_penalty)
     requests = []
@@ -45,6 +48,9 @@ def generate(model: str, asked: GenerateOptions) -> None:
         _require_room(runner, len(ids) + asked.max_new_tokens)
         requests.append(Request(ids, asked.max_new_tokens, sampling, asked.stop, asked.seed + number, drafts()))
     engine = Engine(runner, runner.cache(asked.kv_cache, asked.attention), tokenizer, asked.batch, short_first=asked.short_first)
+    eye = Eye()
+    for text in [*source.notices, *engine.notices, *_chat_hint(asked, tokenizer)]:
+        eye.notice(text)
     shown, began = Pieces(tokenizer), time.perf_counter()
 
     def show(request: Request, tokens: list[int]) -> None:
@@ -65,6 +71,13 @@ def generate(model: str, asked: GenerateOptions) -> None:
     else:
         for document in documents:
             print_json(document)
+
+
+def _chat_hint(asked: GenerateOptions, tokenizer: Any) -> list[str]:
+    """Return what to say to somebody who asks an instruction-tuned model as if it were none."""
+    if not tokenizer.chat_template or asked.chat or not asked.prompt:
+        return []
+    return ["the model has a chat template; --chat asks it as its makers meant"]
 
 
 def _document(tokenizer: Any, request: Request) -> dict[str, Any]:
@@ -113,11 +126,14 @@ def _require_room(runner: Runner, tokens: int) -> None:
         )
 
 
-def _drafters(runner: Runner, asked: GenerateOptions, tokenizer: Any) -> Callable[[], Lookup | DraftModel | None]:
+def _drafters(runner: Runner, asked: GenerateOptions, tokenizer: Any) -> Callable[[], Lookup | DraftModel | Medusa | None]:
     if asked.speculative == "none":
         return lambda: None
     if asked.speculative == "lookup":
         return Lookup
+    if asked.speculative == "medusa":
+        heads = MedusaHeads(runner.loader.source.folder, runner.config.hidden_size, runner.config.vocab_size, runner.make)
+        return lambda: Medusa(heads)
     small = open_runner(asked.speculative, asked)
     other = small.loader.source.tokenizer()
     if small.config.vocab_size != runner.config.vocab_size or other.get_vocab() != tokenizer.get_vocab():

@@ -10,8 +10,9 @@ from rich.table import Table
 
 from quantkit import inventory
 from quantkit.commands._options import DiffOptions, InspectOptions
+from quantkit.document import print_json
 from quantkit.inventory import Difference, Item
-from quantkit.report import Eye, mib, print_json
+from quantkit.report import Eye, mib
 from quantkit.source import resolve
 
 

@@ -24,6 +24,7 @@ from quantkit.commands.quantize import (
     pick_format,
     settle_dtype,
 )
+from quantkit.document import print_json
 from quantkit.errors import UsageError
 from quantkit.forecast import Load, Room
 from quantkit.formats import gguf_write
@@ -31,7 +32,7 @@ from quantkit.importance import load as load_matrix
 from quantkit.loader import Loader
 from quantkit.mixture import load_policy
 from quantkit.plan import Plan, make_plan, stored_bytes
-from quantkit.report import Eye, mib, print_json
+from quantkit.report import Eye, mib
 from quantkit.source import Source, resolve
 
 TRIAL_DTYPES, TRIAL_SHARE = 3, 1.5  # verification runs every block in three dtypes; so much of loading it each time
@@ -162,7 +163,7 @@ def _foresee_export(source: Source, method: str, options: Any, asked: ExportOpti
         encoding, decoding = stopwatch.encode_seconds(found, Backend(torch.device("cpu"), 1, asked.reference), threads)
         torch.set_num_threads(threads)
         rate = stopwatch.disk_rate(Path(asked.output or ".").resolve().parent)
-        read = sum(source.store.info(name).nbytes for name in source.store.names())
+        read = sum(stored_bytes(source.store, name) for name in source.store.names())
         seconds = {
             "start": start,
             "check": read / rate,
@@ -178,7 +179,7 @@ def _foresee_export(source: Source, method: str, options: Any, asked: ExportOpti
             (
                 name,
                 info.shape,
-                info.nbytes,
+                stored_bytes(source.store, name),
                 round(parts[name].nbytes / len(found.tensors[parts[name].name].sources)) if name in parts else 0,
             )
         )

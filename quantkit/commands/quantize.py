@@ -19,6 +19,7 @@ from quantkit.commands._data import draw_tokens
 from quantkit.commands._options import RunOptions
 from quantkit.commands._proof import finish, origin, versions
 from quantkit.commands._remarks import remarks_on
+from quantkit.document import print_json
 from quantkit.errors import BackendError, PlanError, StrictError, UsageError, name_list
 from quantkit.forecast import Load
 from quantkit.formats import FORMATS
@@ -28,14 +29,13 @@ from quantkit.lock import hold
 from quantkit.methods import METHODS
 from quantkit.pipeline import Passes, outputs_only, quantize_blocks, without_data
 from quantkit.plan import Plan, describe_codec, make_plan
-from quantkit.report import Eye, mib, print_json
+from quantkit.report import Eye, mib
 from quantkit.schedules import SCHEDULES
 from quantkit.source import BUILT_IN, Source, built_in_notice, resolve
 from quantkit.streams import Lane, quantize_streams
 
 LIBRARIES = 480 << 20  # torch, transformers and numba, loaded
-EVAL_WINDOW = 512
-EVAL_WINDOWS = 16
+EVAL_WINDOWS = 8
 SCALERS = ("awq", "smoothquant")
 FORMAT_OF = {
     "affine": "gptq", "fp8": "compressed-tensors", "mxfp4": "compressed-tensors", "nvfp4": "compressed-tensors",
@@ -110,8 +110,8 @@ def prepare(method: str, model: str, options: Any, asked: RunOptions, source: So
         for text in [*source.notices, *artifact.check_side_files(source), *built_in_notice(model, source)]:
             eye.notice(text)
         loader = Loader(source, device_of(asked))
-        if unused := loader.names.unused:
-            eye.notice(f"{len(unused)} tensors that the model has no place for are carried over as they are: {name_list(unused)}")
+        for text in loader.notices("carried over as they are"):
+            eye.notice(text)
     dtype = settle_dtype(asked, source)
     plan = make_plan(loader, "scale" if form.name == "hf" else method, options, form, dtype, asked.strict)
     eye.plan(plan, source.name, form.name)
@@ -255,6 +255,8 @@ def conclude(job: Job, start: Start) -> dict[str, Any]:
         eye.scales_table(scales)
     if notes:
         eye.modules_table(notes)
+    if document["carried"]:
+        eye.totals({"carried over": ", ".join(document["carried"])})
     drawn = start.tokens.notices if start.tokens else []
     document |= {"resumed_from_block": start.resumed, "fallbacks": fallen, "notices": [*drawn, *remarks]}
     document |= {"schedule": start.schedule, "threads": start.settings["threads"], "modules": notes, "kernels": start.backend.reasons}
@@ -347,7 +349,7 @@ def _finish(job: Job, journal: Journal, notes: list[dict[str, Any]], settings: d
     summary = f"{len(plan.packed)} linear layers, {plan.bits_per_weight:.2f} bits per weight, format {form.name}."
     if form.name == "hf":
         summary = f"Plain weights: {len(journal.folds())} scales folded into them, the function is the original's."
-    card = artifact.model_card(loader.source.name, command, summary, _card_table(notes), loader.source.page)
+    card = artifact.model_card(loader.source.name, command, summary, plan.runtimes, _card_table(notes), loader.source.page)
     (partial / "README.md").write_text(card, encoding="utf-8")
     fixed = {key: settings[key] for key in ("schedule", "batch", "device", "threads")}
     fixed["schedule"] = "auto" if settings["schedule"] in ("none", "float") else settings["schedule"]
@@ -367,5 +369,5 @@ def _card_table(notes: list[dict[str, Any]]) -> str:
 
 def _evaluate(loader: Loader, asked: RunOptions, eye: Eye, when: str) -> float:
     eye.phase(f"measuring perplexity {when}")
-    text = perplexity.cut(loader.source.tokenizer(), asked.eval, "windows", EVAL_WINDOW, EVAL_WINDOWS, offline=asked.offline)
-    return perplexity.measure(loader, text, perplexity.final_states(loader, text)).perplexity
+    text = perplexity.cut(loader.source.tokenizer(), asked.eval, "windows", perplexity.WINDOW, EVAL_WINDOWS, offline=asked.offline)
+    return perplexity.measure(text, perplexity.Streamed(loader, perplexity.final_states(loader, text))).perplexity

@@ -14,12 +14,13 @@ from quantkit.artifact_page import Facts, Module
 from quantkit.commands._gates import Yardstick
 from quantkit.commands._options import ReportOptions
 from quantkit.commands.verify import find_source
+from quantkit.document import print_json
 from quantkit.errors import SourceError, UsageError
 from quantkit.foreign import foreign, parse_json
 from quantkit.inventory import Item
 from quantkit.loader import Loader, pick_device
 from quantkit.plan import stored_bytes
-from quantkit.report import Eye, mib, print_json
+from quantkit.report import Eye, mib
 from quantkit.source import Source, resolve
 
 SOLVED = "Of the outputs, on the calibration data: |x (W - Q)|² / |x W|², as the solver left it; experts of a layer averaged."

@@ -11,10 +11,11 @@ from quantkit.commands import convert, export, quantize
 from quantkit.commands._options import ConvertOptions, ExportOptions, ReproduceOptions, RunOptions, ToHfOptions
 from quantkit.commands._proof import versions
 from quantkit.commands.verify import find_source
+from quantkit.document import print_json
 from quantkit.errors import SourceError, UsageError, VerifyError, name_list
 from quantkit.methods import OPTIONS, options_of
 from quantkit.recipe import build
-from quantkit.report import Eye, print_json
+from quantkit.report import Eye
 from quantkit.source import Source, resolve
 
 

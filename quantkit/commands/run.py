@@ -14,13 +14,15 @@ from quantkit.commands import export, quantize
 from quantkit.commands._gates import Yardstick, judge
 from quantkit.commands._options import ExportOptions, GateOptions, RecipeOptions, RunOptions
 from quantkit.commands._together import Ask, Made, finished, make_together, more_of, options_of_output
+from quantkit.document import print_json
 from quantkit.errors import GateMissed, OutputError, PlanError
 from quantkit.loader import Loader, pick_device
 from quantkit.recipe import Output, Recipe
-from quantkit.report import Eye, print_json
+from quantkit.report import Eye
 from quantkit.source import Source, resolve
 
 WINDOWS = 8
+KINDS = (("run", "Runs, quantkit run NAME MODEL"), ("mixture", "Mixtures of GGUF types, quantkit export-gguf MODEL --type NAME"))
 
 
 def run(name: str, model: str, asked: RecipeOptions) -> None:
@@ -116,9 +118,12 @@ def _measure(found: Recipe, source: Source, made: list[Made], asked: RecipeOptio
 
 def recipes(asked: Any) -> None:
     """List the recipes that ship."""
-    rows = [{"name": path.stem, "summary": summary} for path, summary in recipe.listed()]
+    rows = [{"name": path.stem, "summary": summary, "kind": KINDS[mixture][0]} for path, summary, mixture in recipe.listed()]
     if asked.json:
         print_json({"command": "recipes", "recipes": rows})
         return
-    for row in rows:
-        print(f"{row['name']:<22} {row['summary']}")
+    for kind, use in KINDS:
+        print(f"{use}:")
+        for row in rows:
+            if row["kind"] == kind:
+                print(f"  {row['name']:<20} {row['summary']}")

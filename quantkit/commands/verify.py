@@ -11,13 +11,14 @@ from quantkit import junit, manifest
 from quantkit.commands._gates import Yardstick, judge
 from quantkit.commands._options import VerifyOptions
 from quantkit.commands._proof import finding_row, summary
+from quantkit.document import print_json
 from quantkit.errors import GateMissed, PlanError, SourceError, UsageError, VerifyError
 from quantkit.findings import Finding, Verdict
 from quantkit.infer.decode import Engine, Request
 from quantkit.infer.model import Runner
 from quantkit.infer.sampling import Sampling
 from quantkit.loader import Loader, pick_device
-from quantkit.report import Eye, print_json
+from quantkit.report import Eye
 from quantkit.source import BUILT_IN, HUB_ID, resolve
 from quantkit.verify import verify
 

@@ -151,7 +151,8 @@ def _check(found: Mapping, settings: Settings, family: GgufFamily) -> None:
         if tensor is not None and tensor.shape[0] != rows:
             raise SourceError(
                 f"'{tensor.sources[0]}' has {tensor.shape[0]} rows, but config.json makes it {rows} (head_dim {width}). "
-                "Its hidden_size, head counts or head_dim are not those of these weights."
+                "Its hidden_size, head counts or head_dim are not those of these weights: "
+                f"with head_dim {tensor.shape[0] * width // rows} they would fit."
             )
     embedding = found.tensors["token_embd.weight"]
     if embedding.shape[1:] != (settings.hidden,):

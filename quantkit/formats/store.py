@@ -19,6 +19,7 @@ from quantkit.formats import _safetensors as st
 from quantkit.formats._safetensors import TensorInfo
 
 INDEX = "model.safetensors.index.json"
+MEDUSA = "medusa_lm_head.safetensors"  # heads that guess ahead: beside the weights, none of them
 BIN_INDEX = "pytorch_model.bin.index.json"
 
 
@@ -150,7 +151,8 @@ def open_folder(folder: Path) -> tuple[TensorStore, list[str]]:
     An index rules when there is one; without it every `*.safetensors` is read, and two files that hold the same
     name are an error. `.bin` files are read only when there are no safetensors.
     """
-    found = sorted(path for path in folder.glob("*.safetensors") if path.is_file() or path.is_symlink())
+    every = folder.glob("*.safetensors")
+    found = sorted(path for path in every if (path.is_file() or path.is_symlink()) and path.name != MEDUSA)
     if (folder / INDEX).exists():
         claims = _weight_map(folder / INDEX)
         paths = _named_files(folder, claims, INDEX)

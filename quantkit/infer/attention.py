@@ -36,12 +36,29 @@ class Look:
 @dataclass
 class Pages:
     """One layer's pages. keys: [page, key-value head, size, tokens]; values: [page, key-value head, tokens, size]; float32, or int8 with
-    key_scale, float16 [page, head, size], and value_scale, float16 [page, head, tokens]."""
+    key_scale, float16 [page, head, size], and value_scale, float16 [page, head, tokens]. The channels of key_wide, int16 [page, head,
+    wide], have a second byte in key_second, int8 [page, head, wide, tokens], worth 1/256 of the first."""
 
     keys: Tensor
     values: Tensor
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
+    key_second: Tensor | None = None
+    key_wide: Tensor | None = None
+
+    def parts(self) -> list[Tensor]:
+        """Return the tensors that there are."""
+        every = (self.keys, self.values, self.key_scale, self.value_scale, self.key_second, self.key_wide)
+        return [part for part in every if part is not None]
+
+
+def whole_keys(pages: Pages, page: Tensor | int) -> Tensor:
+    """Return a page's keys, float32 [heads, size, tokens], from all its bytes."""
+    keys = pages.keys[page].float()
+    if pages.key_second is not None and pages.key_wide is not None:
+        wide = pages.key_wide[page].long()[..., None].expand(-1, -1, keys.shape[2])
+        keys.scatter_add_(1, wide, pages.key_second[page].float() / 256)
+    return keys if pages.key_scale is None else keys * pages.key_scale[page].float()[..., None]
 
 
 @dataclass
@@ -76,9 +93,9 @@ def attend_reference(q: Tensor, pages: Pages, table: Tensor, span: tuple[int, in
     here = position + torch.arange(rows)[:, None]
     for index in range(first // tokens, -(-min(end, position + rows) // tokens)):
         page = table[index]
-        key, value = pages.keys[page].float(), pages.values[page].float()
-        if pages.key_scale is not None and pages.value_scale is not None:
-            key, value = key * pages.key_scale[page][..., None], value * pages.value_scale[page][..., None]
+        key, value = whole_keys(pages, page), pages.values[page].float()
+        if pages.value_scale is not None:
+            value = value * pages.value_scale[page][..., None]
         scores = (q * scale) @ key.repeat_interleave(repeat, 0)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)

@@ -69,7 +69,7 @@ class Pool:
         """Bytes of the pages that somebody holds."""
         if not self.references:
             return 0
-        return self.used * sum(part.nbytes for pages in self.layers for part in _parts(pages)) // len(self.references)
+        return self.used * sum(part.nbytes for pages in self.layers for part in pages.parts()) // len(self.references)
 
     def take(self) -> int:
         """Return a page of one's own."""
@@ -78,7 +78,7 @@ class Pool:
             more = max(self.LEAST, count // 4)
             for index, pages in enumerate(self.layers):
                 grown = self.make(count + more)
-                for old, new in zip(_parts(pages), _parts(grown), strict=True):
+                for old, new in zip(pages.parts(), grown.parts(), strict=True):
                     new[:count] = old
                 self.layers[index] = grown
             self.references += [0] * more
@@ -101,14 +101,10 @@ class Pool:
         """Return a page of one's own with the content of a shared one, which is dropped."""
         own = self.take()
         for pages in self.layers:
-            for part in _parts(pages):
+            for part in pages.parts():
                 part[own] = part[page]
         self.drop(page)
         return own
-
-
-def _parts(pages: Pages) -> list[Tensor]:
-    return [part for part in (pages.keys, pages.values, pages.key_scale, pages.value_scale) if part is not None]
 
 
 class PagedCache:

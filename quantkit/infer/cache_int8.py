@@ -1,4 +1,7 @@
-"""Pages of 8 bits: keys per channel over a page of 64 tokens, values per token; the last, unfinished page stays in bfloat16.
+"""Pages of 8 bits: keys per channel over a page of 64 tokens, values per token; the last, unfinished page stays in float32.
+
+A bias on keys, as in Qwen 2, is some hundred times the rest in a few channels of a head, and the rotary embedding turns it, so that no
+offset takes it away (nor does bfloat16 hold it well enough: the tail is float32). The channels of a head with the largest scales therefore hold 16 bits: a second byte, 1/256 of the first.
 
 A row always sees the tokens of its own page as they were and those of earlier pages rounded, whether it comes alone or in a
 chunk: a chunk is cut where a page ends. So a prompt in one piece and token by token give the same numbers.
@@ -11,16 +14,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.infer.attention import Look, Pages, State
+from quantkit.infer.attention import Look, Pages, State, whole_keys
 from quantkit.infer.cache import Held, PagedCache, Segment
 
 UNIT = 64  # four pages of 16 with one scale
 HIGH = 127.0
 LEAST = 2.0**-24  # the smallest scale that float16 holds
+SECOND = 256.0  # steps of the second byte in one of the first
+
+
+def wide_channels(size: int) -> int:
+    """Return how many channels of a head hold 16 bits: a rotary pair for each 64."""
+    return 2 * max(size // 64, 1)
 
 
 class Int8Cache(PagedCache):
-    """Integer pages of 64 tokens and a tail of at most 64 tokens per sequence: `Held.extra`, bfloat16 [2, layers, heads, 64, size]."""
+    """Integer pages of 64 tokens and a tail of at most 64 per sequence: `Held.extra`, float32 [2, layers, heads, 64, size]."""
 
     tokens = UNIT
     crosses_badly = True
@@ -29,11 +38,14 @@ class Int8Cache(PagedCache):
         keys = torch.zeros(count, self.heads, self.size, self.tokens, dtype=torch.int8)
         values = torch.zeros(count, self.heads, self.tokens, self.size, dtype=torch.int8)
         scales = (torch.zeros(count, self.heads, width, dtype=torch.float16) for width in (self.size, self.tokens))
-        return Pages(keys, values, *scales)
+        wide = wide_channels(self.size)
+        second = torch.zeros(count, self.heads, wide, self.tokens, dtype=torch.int8)
+        key_scale, value_scale = scales
+        return Pages(keys, values, key_scale, value_scale, second, torch.zeros(count, self.heads, wide, dtype=torch.int16))
 
     def _tail(self, held: Held) -> Tensor:
         if held.extra is None:
-            held.extra = torch.zeros(2, self.count, self.heads, self.tokens, self.size, dtype=torch.bfloat16)
+            held.extra = torch.zeros(2, self.count, self.heads, self.tokens, self.size, dtype=torch.float32)
         tail: Tensor = held.extra
         return tail
 
@@ -109,22 +121,32 @@ class Int8Cache(PagedCache):
     @classmethod
     def bytes_for(cls, layers: int, heads: int, size: int, tokens: int) -> int:
         """Return the bytes that so many tokens of one sequence take."""
-        page = heads * (2 * size * cls.tokens + 2 * size + 2 * cls.tokens)
-        return layers * (tokens // cls.tokens * page + (heads * size * cls.tokens * 2 * 2 if tokens % cls.tokens else 0))
+        page = heads * (2 * size * cls.tokens + 2 * size + 2 * cls.tokens + wide_channels(size) * (cls.tokens + 2))
+        return layers * (tokens // cls.tokens * page + (heads * size * cls.tokens * 2 * 4 if tokens % cls.tokens else 0))
 
 
 def _encode(pages: Pages, page: int, tail: Tensor) -> None:
-    """Round a full tail, bfloat16 [2, heads, tokens, size], into a page."""
+    """Round a full tail, float [2, heads, tokens, size], into a page."""
     assert pages.key_scale is not None and pages.value_scale is not None
     keys, values = tail[0].float().transpose(1, 2), tail[1].float()
     for part, target, scales, axis in ((keys, pages.keys, pages.key_scale, 2), (values, pages.values, pages.value_scale, 2)):
         scale = (part.abs().amax(axis) / HIGH).clamp_min(LEAST).to(torch.float16)
         target[page] = (part / scale.float()[..., None]).round().clamp(-HIGH, HIGH).to(torch.int8)
         scales[page] = scale
+    if pages.key_second is not None and pages.key_wide is not None:
+        steps = pages.key_scale[page].float()
+        wide = steps.topk(pages.key_wide.shape[2], 1).indices
+        left = keys.gather(1, _along(wide, keys)) / steps.gather(1, wide)[..., None] - pages.keys[page].gather(1, _along(wide, keys))
+        pages.key_second[page] = (SECOND * left).round().clamp(-HIGH - 1, HIGH).to(torch.int8)
+        pages.key_wide[page] = wide.to(torch.int16)
+
+
+def _along(wide: Tensor, keys: Tensor) -> Tensor:
+    """Return channels, int64 [heads, wide], as an index of keys, [heads, size, tokens]."""
+    return wide[..., None].expand(-1, -1, keys.shape[2])
 
 
 def _decode(pages: Pages, page: int) -> tuple[Tensor, Tensor]:
     """Return a page's keys, float32 [heads, size, tokens], and values, [heads, tokens, size]."""
     assert pages.key_scale is not None and pages.value_scale is not None
-    keys = pages.keys[page].float() * pages.key_scale[page].float()[..., None]
-    return keys, pages.values[page].float() * pages.value_scale[page].float()[..., None]
+    return whole_keys(pages, page), pages.values[page].float() * pages.value_scale[page].float()[..., None]

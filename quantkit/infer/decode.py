@@ -17,6 +17,7 @@ from torch import Tensor
 from quantkit.errors import UsageError
 from quantkit.foreign import read_json
 from quantkit.infer.cache import Held, PagedCache, Segment
+from quantkit.infer.medusa import Medusa
 from quantkit.infer.model import Runner
 from quantkit.infer.sampling import Sampling, accept
 from quantkit.infer.speculative import DraftModel, Length, Lookup
@@ -33,7 +34,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stops: tuple[str, ...] = ()
     seed: int = 0
-    drafter: Lookup | DraftModel | None = None
+    drafter: Lookup | DraftModel | Medusa | None = None
     output: list[int] = field(default_factory=list)
     reason: str = ""
     length: Length = field(default_factory=Length)
@@ -63,6 +64,8 @@ class Engine:
             given if given is not None else runner.config.eos_token_id if runner.config.eos_token_id is not None else tokenizer.eos_token_id
         )
         self.ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        beyond = sorted(end for end in self.ends if end >= runner.config.vocab_size)
+        self.notices = [f"the settings end a text at tokens that the model does not have: {beyond}"] if beyond else []
         self.prefilled = self.steps = 0
 
     def run(self, requests: Sequence[Request], emit: Callable[[Request, list[int]], None] | None = None) -> None:
@@ -113,6 +116,8 @@ class Engine:
         self.prefilled, self.steps = self.prefilled + count, self.steps + 1
         if held.length == len(request.prompt):
             self.cache.remember(held, request.prompt)
+            if request.drafter is not None:
+                request.drafter.see(self.runner.states[0])
             self._add(request, [request.sampling.draw(self._share(request, logits[0], []), request.generator)])
 
     def _share(self, request: Request, logits: Tensor, more: list[int]) -> Tensor:
@@ -136,17 +141,17 @@ class Engine:
             segments.append(self.cache.extend(request.held, 1 + len(proposed)))
         logits = self.runner.step(tokens, segments, self.cache, list(range(len(tokens))))
         self.steps += 1
-        at = 0
+        at, states = 0, self.runner.states
         for request, draft, segment in zip(ready, drafts, segments, strict=True):
-            rows = logits[at : at + segment.count]
+            rows = slice(at, at + segment.count)
             at += segment.count
-            self._check(request, draft, rows, segment)
+            self._check(request, draft, logits[rows], states[rows], segment)
 
     def _room(self, held: Held) -> int:
         """Return how many drafted tokens fit beside the next one: with pages of 8 bits a draft may not cross the end of one."""
         return self.cache.tokens - held.length % self.cache.tokens - 1 if self.cache.crosses_badly else 1 << 30
 
-    def _check(self, request: Request, draft: Any, rows: Tensor, segment: Segment) -> None:
+    def _check(self, request: Request, draft: Any, rows: Tensor, states: Tensor, segment: Segment) -> None:
         proposed = draft.tokens if draft else []
         new: list[int] = []
         for index, row in enumerate(rows):
@@ -158,6 +163,8 @@ class Engine:
             new.append(token)
             if not stands:
                 break
+        if request.drafter is not None:
+            request.drafter.see(states[len(new) - 1])
         if proposed:
             request.length.learn(len(proposed), len(new) - 1)
         self.cache.truncate(segment.held, segment.start + len(new))

@@ -23,6 +23,7 @@ from quantkit.tensors import QuantTensor
 
 LANES = 32
 TILE = 1 << 22  # weights dequantized at a time
+ROOM = 128  # bytes behind a part
 HEIGHT = 128  # of the tallest blocks: tiles begin at multiples of it
 
 
@@ -87,8 +88,9 @@ def planes_of(tensor: QuantTensor) -> Planes | None:
         return None
     zero = tensor.params["zero"]
     constant = bool((zero == codec.middle).all())
-    return Planes(codec.bits, group, pack_planes(codes, codec.bits), scale.to(torch.float16).contiguous(),
+    made = Planes(codec.bits, group, pack_planes(codes, codec.bits), scale.to(torch.float16).contiguous(),
                   None if constant else zero.contiguous(), None, codec.middle if constant else 0, order)  # fmt: skip
+    return with_room(made)
 
 
 def planes_of_blocks(codes: Tensor, scale: Tensor, offset: Tensor | None, middle: int, bits: int) -> Planes:
@@ -96,6 +98,20 @@ def planes_of_blocks(codes: Tensor, scale: Tensor, offset: Tensor | None, middle
     group = codes.shape[1] // scale.shape[1]
     shift = None if offset is None else offset.to(torch.float16).contiguous()
     return Planes(bits, group, pack_planes(codes, bits), scale.to(torch.float16).contiguous(), None, shift, middle)
+
+
+def with_room(planes: Planes) -> Planes:
+    """Return planes whose parts have some bytes behind them, which the kernels that take 64 at a time may read."""
+    parts: dict[str, Any] = {
+        name: _roomy(part) for name in ("packed", "scale", "zero", "offset") if (part := getattr(planes, name)) is not None
+    }
+    return replace(planes, **parts)
+
+
+def _roomy(part: Tensor) -> Tensor:
+    room = torch.zeros(part.numel() + ROOM // part.itemsize, dtype=part.dtype)
+    room[: part.numel()] = part.reshape(-1)
+    return room[: part.numel()].view(part.shape)
 
 
 def planes_of_floats(weight: Tensor) -> Planes:
@@ -109,7 +125,7 @@ def eight_bits(weight: Tensor) -> Planes:
     groups = weight.to(torch.float32).view(len(weight), -1, LANES)
     scale = (groups.abs().amax(-1) / 127).clamp_min(2.0**-24).to(torch.float16)
     codes = ((groups / scale.float()[..., None]).round().clamp(-127, 127) + 128).to(torch.uint8).view(weight.shape)
-    return Planes(8, LANES, codes, scale, middle=128)
+    return with_room(Planes(8, LANES, codes, scale, middle=128))
 
 
 class PackedLinear(nn.Module):
@@ -183,10 +199,23 @@ def share(linears: list[PackedLinear], make: Callable[..., Any]) -> bool:
     zeros, offsets = [p.zero for p in planes if p.zero is not None], [p.offset for p in planes if p.offset is not None]
     whole = replace(planes[0], packed=torch.cat([p.packed for p in planes]), scale=torch.cat([p.scale for p in planes]),
                     zero=torch.cat(zeros) if zeros else None, offset=torch.cat(offsets) if offsets else None)  # fmt: skip
-    shared = Shared(make(whole), [linear.out_features for linear in linears])
+    shared = Shared(make(with_room(whole)), [linear.out_features for linear in linears])
     for index, linear in enumerate(linears):
         linear.shared, linear.kernel, linear.planes = (shared, index), None, None
     return True
+
+
+class Stub(nn.Module):
+    """A linear that computes nothing: what is left of a step is what modules and attention cost."""
+
+    def __init__(self, weight: Any, transposed: bool) -> None:
+        super().__init__()
+        self.value = torch.zeros(1, weight.shape[1 if transposed else 0])
+        self.nbytes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return zeros, float32 [..., out]."""
+        return self.value.expand(*x.shape[:-1], self.value.shape[1])
 
 
 class PackedEmbedding(nn.Module):

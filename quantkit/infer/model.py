@@ -7,6 +7,7 @@ Weights are read one tensor at a time and never exist as a float copy of the mod
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from quantkit.infer.linear import (
     PackedEmbedding,
     PackedLinear,
     Planes,
+    Stub,
     eight_bits,
     linear_from,
     linear_of_blocks,
@@ -35,7 +37,9 @@ from quantkit.infer.linear import (
     planes_reference,
     share,
     values_of,
+    with_room,
 )  # fmt: skip
+from quantkit.infer.replay import Replay
 from quantkit.loader import Loader, head_size, is_conv1d
 from quantkit.plan import fused_sets
 
@@ -65,8 +69,11 @@ class Runner:
             self.model.set_attn_implementation(register())
         except ValueError as error:
             raise PlanError(f"{type(loader.model).__name__} takes no attention but its own ({str(error).splitlines()[0]}).") from None
+        self.states = torch.empty(0)  # what the last step's logits were made from, float32 [wanted, width]
+        self.model.lm_head.register_forward_pre_hook(self._keep_states)
         forward = inspect.signature(type(self.model).forward).parameters
         self.cache_word = "cache" if "cache" in forward else "past_key_values"
+        self.replay = Replay(self) if compute == "fast" and not reference else None
 
     def _is_left(self, name: str) -> bool:
         module, _, key = name.rpartition(".")
@@ -139,7 +146,7 @@ class Runner:
         source = names.to_source[f"{name}.weight"]
         bias = self.loader.read(names.to_source[f"{name}.bias"]) if getattr(module, "bias", None) is not None else None
         if self.stub:
-            return _Stub(module)
+            return Stub(module.weight, is_conv1d(module))
         if isinstance(store, PackedStore) and store.is_packed(source):
             plain = source.removesuffix(".weight")
             activation = store.activation(plain)
@@ -161,6 +168,9 @@ class Runner:
             return linear_of_planes(planes_of_floats(value), (value.shape[0], value.shape[1]), bias, self.make)
         return linear_of_floats(value, bias)
 
+    def _keep_states(self, head: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.states = args[0][0]
+
     def cache(self, kind: str, attention: str = "tiled") -> PagedCache:
         """Return an empty cache of this kind for the model."""
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
@@ -172,31 +182,25 @@ class Runner:
     @torch.no_grad()
     def step(self, tokens: list[int], segments: list[Segment], cache: PagedCache, wanted: list[int]) -> Tensor:
         """Run packed rows through the model, commit the segments, and return the wanted rows' logits, float32 [wanted, vocabulary]."""
-        from transformers.cache_utils import Cache
-
-        positions = torch.cat([torch.arange(s.start, s.start + s.count) for s in segments])[None]
-        layers = [_layer(index, cache, segments) for index in range(len(self.loader.blocks))]
-        more = {self.cache_word: Cache(layers=layers)}
-        output = self.model(
-            input_ids=torch.tensor([tokens]), position_ids=positions, use_cache=True, logits_to_keep=torch.tensor(wanted), **more
-        )
+        positions = torch.cat([torch.arange(s.start, s.start + s.count) for s in segments])
+        if self.replay is not None and type(cache) is PagedCache and cache.whole is None:
+            with self.replay.of(cache, segments):
+                logits = self.forward(torch.tensor(tokens), positions, cache, segments, torch.tensor(wanted))
+        else:
+            logits = self.forward(torch.tensor(tokens), positions, cache, segments, torch.tensor(wanted))
         for segment in segments:
             cache.commit(segment)
-        logits: Tensor = output.logits[0]
         return logits
 
+    def forward(self, tokens: Tensor, positions: Tensor, cache: Any, segments: list[Any], wanted: Tensor) -> Tensor:
+        """Run transformers' own code over rows, int64 [rows] each, and return the wanted rows' logits."""
+        from transformers.cache_utils import Cache
 
-class _Stub(nn.Module):
-    """A linear that computes nothing: what is left of a step is what modules and attention cost."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.value = torch.zeros(1, module.weight.shape[1 if is_conv1d(module) else 0])
-        self.nbytes = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return zeros, float32 [..., out]."""
-        return self.value.expand(*x.shape[:-1], self.value.shape[1])
+        layers = [_layer_class()(index, cache, segments) for index in range(len(self.loader.blocks))]
+        more = {self.cache_word: Cache(layers=layers)}
+        output = self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=True, logits_to_keep=wanted, **more)
+        logits: Tensor = output.logits[0]
+        return logits
 
 
 def _block_planes(data: Tensor, codec: Any) -> Planes | None:
@@ -216,26 +220,34 @@ def _block_planes(data: Tensor, codec: Any) -> Planes | None:
         offset = None if part.offset is None else part.offset.reshape(rows, groups)
         found.append(planes_of_blocks(part.codes.reshape(rows, columns), part.scale.reshape(rows, groups), offset, part.middle, part.bits))
     offsets = [planes.offset for planes in found if planes.offset is not None]
-    return Planes(
+    whole = Planes(
         probe.bits, found[0].group, torch.cat([p.packed for p in found]), torch.cat([p.scale for p in found]), None,
         torch.cat(offsets) if offsets else None, probe.middle,
     )  # fmt: skip
+    return with_room(whole)
 
 
-def _layer(index: int, cache: PagedCache, segments: list[Segment]) -> Any:
+@cache
+def _layer_class() -> type:
+    """Return our layer of transformers' cache; a function, because transformers is not imported before a model runs."""
     from transformers.cache_utils import CacheLayerMixin
 
     class Layer(CacheLayerMixin):  # type: ignore[misc]
-        """A layer of transformers' cache that hands its keys on to our attention function."""
+        """A layer that hands its keys on to our attention function."""
 
         is_sliding = False
         is_compileable = False
+
+        def __init__(self, index: int, cache: PagedCache, segments: list[Segment]) -> None:
+            super().__init__()
+            self.step = (index, cache, segments)
 
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
             """Nothing is held here."""
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Step, Step]:
             """Return the new keys and values for `paged_attention`."""
+            index, cache, segments = self.step
             step = Step(index, key_states, value_states, cache, segments)
             return step, step
 
@@ -255,4 +267,4 @@ def _layer(index: int, cache: PagedCache, segments: list[Segment]) -> Any:
             """No limit, in older versions."""
             return -1
 
-    return Layer()
+    return Layer

@@ -74,6 +74,9 @@ class Lookup:
                     return Drafted(found, [None] * len(found))
         return Drafted([], [])
 
+    def see(self, state: Tensor) -> None:
+        """The text is enough."""
+
     def forget(self) -> None:
         """Nothing is kept."""
 
@@ -104,6 +107,9 @@ class DraftModel:
             rest = [token]
         self.ids = [*ids, *drafted.tokens]
         return drafted
+
+    def see(self, state: Tensor) -> None:
+        """The text is enough."""
 
     def forget(self) -> None:
         """Let go of the sequence."""

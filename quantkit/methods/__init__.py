@@ -8,14 +8,14 @@ from quantkit.registry import Row, Table
 METHODS = Table(
     "method",
     [
-        Row("gptq", "GPTQ: column by column, each rounding error spread over the columns still to come", "quantkit.methods.gptq:GPTQ"),
-        Row("awq", "AWQ: input columns scaled so that rounding hurts the outputs least, then rounding or GPTQ", "quantkit.methods.awq:AWQ"),
+        Row("gptq", "GPTQ: each rounding error spread over the columns to come", "quantkit.methods.gptq:GPTQ"),
+        Row("awq", "AWQ: columns scaled so that rounding hurts the outputs least", "quantkit.methods.awq:AWQ"),
         Row(
             "smoothquant",
-            "SmoothQuant: move the range of activations into the weights, so that both fit 8 bits",
+            "SmoothQuant: the range of activations moved into the weights",
             "quantkit.methods.smoothquant:SmoothQuant",
         ),
-        Row("rtn", "round to nearest: integers, FP8, NF4, FP4, MXFP4, NVFP4; no calibration data", "quantkit.methods.rtn:RTN"),
+        Row("rtn", "round to nearest: integers, FP8, NF4, FP4, MXFP4, NVFP4", "quantkit.methods.rtn:RTN"),
     ],
 )
 OPTIONS = {

@@ -16,6 +16,8 @@ ACTIVATIONS = ("none", "dynamic", "static")
 CODECS = ("affine", "fp8", "nf4", "fp4", "llm-int8", "mxfp4", "nvfp4")
 STRATEGIES = ("tensor", "channel", "block")
 THEN = ("rtn", "gptq", "none")
+BITS = (2, 3, 4, 8)
+GROUPS = (16, 32, 64, 128, -1)
 
 
 def option(default: Any, text: str, *, short: str = "", choices: tuple[str, ...] = ()) -> Any:
@@ -39,6 +41,12 @@ class WeightOptions:
     exclude: tuple[str, ...] = option((), "Leave modules alone whose name contains this regular expression (repeatable).")
     override: tuple[str, ...] = option((), "REGEX=bits:N,group:N,sym:yes|no: another grid for some modules (repeatable, first match wins).")
 
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise UsageError(f"--bits {self.bits} cannot be. Known: {', '.join(map(str, BITS))}.")
+        if self.group_size not in GROUPS:
+            raise UsageError(f"--group-size {self.group_size} cannot be. Known: {', '.join(map(str, GROUPS))} (-1: one group per row).")
+
 
 @dataclass(frozen=True)
 class GptqOptions(WeightOptions):
@@ -56,6 +64,7 @@ class GptqOptions(WeightOptions):
     paired: int = option(64, "How many calibration samples also run through the unquantized model, for --correct.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.order not in ORDERS:
             raise UsageError(f"--order {self.order} cannot be. Known: {', '.join(ORDERS)}.")
         if not 0 <= self.damp <= 1:

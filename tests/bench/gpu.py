@@ -183,7 +183,7 @@ def products(bench: Bench, n: int) -> None:
 def pages(bench: Bench) -> None:
     """Run the cache's kernels."""
     device, ops, heads, size, count = bench.device, bench.ops, 8, 128, 64 if bench.device.type == "cuda" else 2
-    tail = torch.randn(2, heads, 64, size, device=device, dtype=torch.bfloat16)
+    tail = torch.randn(2, heads, 64, size, device=device, dtype=torch.float16)
     shapes = ((heads, size, 64), (heads, 64, size), (heads, size), (heads, 64))
     kinds = (torch.int8, torch.int8, torch.float16, torch.float16)
     held = Pages(*(torch.zeros(count, *shape, dtype=kind, device=device) for shape, kind in zip(shapes, kinds, strict=True)))

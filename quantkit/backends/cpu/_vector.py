@@ -310,6 +310,19 @@ def _unary(name: str) -> Callable[[Any, Any], Any]:
 size = intrinsic(_unary("fabs"))
 root = intrinsic(_unary("sqrt"))
 truncate = intrinsic(_unary("trunc"))
+floor = intrinsic(_unary("floor"))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def two_to(typing: Any, value: Any) -> Any:
+    """Return 2 to the power of whole numbers from -126 to 127."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        wide = ir.VectorType(ir.IntType(32), LANES)
+        whole = builder.add(builder.fptosi(args[0], wide), ir.Constant(wide, [127] * LANES))
+        return builder.bitcast(builder.shl(whole, ir.Constant(wide, [23] * LANES)), FLOATS)
+
+    return VECTOR(VECTOR), build
 
 
 @intrinsic  # type: ignore[untyped-decorator]

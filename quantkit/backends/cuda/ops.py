@@ -138,7 +138,7 @@ class Ops:
     def quantize_page(self, tail: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return keys int8 [heads, size, 64], values int8 [heads, 64, size] and their float16 scales.
 
-        tail: bfloat16 [2, heads, 64, size], keys and values of 64 tokens.
+        tail: float16 [2, heads, 64, size], keys and values of 64 tokens.
         """
         _, heads, tokens, size = tail.shape
         if tokens != 64 or size > 256:
