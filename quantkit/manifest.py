@@ -20,6 +20,7 @@ from quantkit.errors import SourceError
 from quantkit.foreign import read_json
 from quantkit.formats import _gguf, _safetensors
 from quantkit.formats._safetensors import TensorInfo
+from quantkit.formats.store import MEDUSA
 
 NAME = "quantkit.json"
 VERSION = 1
@@ -125,7 +126,7 @@ def _ranges(path: Path) -> Iterator[tuple[str, int, int]]:
     if path.suffix == ".gguf":
         held = sorted(_gguf.read_header(path).tensors.values(), key=lambda entry: entry.start)
         yield from ((entry.name, entry.start, entry.start + entry.nbytes) for entry in held)
-    elif path.suffix == ".safetensors":
+    elif path.suffix == ".safetensors" and path.name != MEDUSA:  # carried as a whole
         yield from ((name, entry.start, entry.stop) for name, entry in _safetensors.read_header(path).items())
 
 

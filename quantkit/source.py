@@ -94,6 +94,9 @@ class Source:
             return gguf_tokenizer.load_tokenizer(self.store.header)
         from transformers import AutoTokenizer
 
+        if any("\udc80" <= letter <= "\udcff" for letter in str(self.folder)):
+            encoding = sys.getfilesystemencoding()
+            raise SourceError(f"Tokenizers cannot open this folder: Python reads file names as {encoding} here. Set PYTHONUTF8=1.")
         if (path := self.folder / "tokenizer.json").is_file() and (found := HUGE_ID.search(path.read_bytes())):
             raise SourceError(f"{path} holds the number {found[1].decode()[:40]} where a token's id belongs. The file is damaged.")
         with foreign(f"{self.folder} has no usable tokenizer"):
@@ -203,8 +206,6 @@ def _hidden(path: Path) -> bool:
 def resolve(model: str, revision: str | None = None, offline: bool = False, trust_remote_code: bool = False) -> Source:
     """Return the Source that `model` names; a SourceError or UsageError says what MODEL can be."""
     path = Path(model).expanduser()
-    if any("\udc80" <= letter <= "\udcff" for letter in model):
-        raise UsageError(f"Python reads file names as {sys.getfilesystemencoding()} here, and this one is not: set PYTHONUTF8=1.")
     if model in BUILT_IN and not path.exists():
         return _open_gguf(_built_in(model), model, model)
     if path.is_file():

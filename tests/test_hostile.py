@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -249,3 +251,56 @@ def test_an_ascii_console_and_odd_names(llama: Path, tmp_path: Path) -> None:
     assert "base_model: 猫" in (tmp_path / "q" / "README.md").read_text(encoding="utf-8")
     done = subprocess.run([*command, "generate", str(tmp_path / "q"), "--prompt", "é 猫"], env=env, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_merges_that_were_lost_are_said_by_every_command(run_cli: Run, llama: Path, tmp_path: Path) -> None:
+    path = llama / "tokenizer.json"
+    described = json.loads(path.read_text())
+    described["model"] |= {"merges": [], "vocab": described["model"]["vocab"] | {f"w{i}": 260 + i for i in range(9)}}
+    path.write_text(json.dumps(described))
+    for words in (("rtn", llama, "-o", tmp_path / "q", "--group-size", 32), ("to-hf", llama, tmp_path / "plain"),
+                  ("inspect", llama), ("generate", llama, "--prompt", "abc", "--max-new-tokens", 2)):  # fmt: skip
+        code, _, err = run_cli(*words)
+        assert code == 0 and "tokenizer.json has no merges" in err, words[0]
+
+
+def test_a_failure_is_a_json_object_too(llama: Path, tmp_path: Path) -> None:
+    for words, code, text in ((("inspect", "./nothing"), 1, "There is no './nothing'"), (("rtn", str(llama), "--bits", "5"), 2, "--bits 5"),
+                              (("rtn", str(llama), "--group-size", "100"), 2, "--group-size 100")):  # fmt: skip
+        done = subprocess.run([sys.executable, "-m", "quantkit", *words, "--json"], capture_output=True, text=True, cwd=tmp_path)
+        document = json.loads(done.stdout.splitlines()[-1])
+        assert done.returncode == code == document["exit_code"] and document["command"] == words[0] and text in document["error"]
+        assert text in done.stderr
+
+
+def test_a_name_that_the_console_cannot_read_says_what_to_set(llama: Path, tmp_path: Path) -> None:
+    llama.rename(tmp_path / "猫")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = ["generate", "猫".encode(), "--prompt", "abc"]
+    done = subprocess.run([sys.executable, "-m", "quantkit", *words], capture_output=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 1 and b"Set PYTHONUTF8=1" in done.stderr
+
+
+def test_tensors_without_a_place_are_named_by_readers_too(run_cli: Run, llama: Path, tmp_path: Path) -> None:
+    weights = load_file(llama / "model.safetensors")
+    save_file({**weights, "extra.five": torch.zeros(5)}, llama / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "t.txt").write_text("the quick brown fox " * 40)
+    for words in (("to-hf", llama, tmp_path / "plain"), ("eval-ppl", llama, "--data", tmp_path / "t.txt", "--window", 64)):
+        code, _, err = run_cli(*words)
+        assert code == 0 and "extra.five" in err
+
+
+def test_nan_is_found_before_a_conversion_and_leaves_nothing(run_cli: Run, llama: Path, tmp_path: Path) -> None:
+    weights = load_file(llama / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 4] = float("nan")
+    save_file(weights, llama / "model.safetensors", metadata={"format": "pt"})
+    code, _, err = run_cli("to-hf", llama, tmp_path / "plain")
+    assert code == 1 and "model.layers.1.mlp.down_proj.weight" in err and not list(tmp_path.glob("plain*"))
+
+
+def test_the_head_size_that_would_fit_is_named(run_cli: Run, llama: Path, tmp_path: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}))
+    for words in (("rtn", llama, "-o", tmp_path / "q", "--group-size", 32), ("export-gguf", llama, "-o", tmp_path / "a.gguf")):
+        code, _, err = run_cli(*words)
+        assert code == 1 and "head_dim 32" in err

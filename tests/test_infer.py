@@ -23,6 +23,7 @@ from quantkit.codecs.bnb import Bnb4
 from quantkit.codecs.float8 import Float8
 from quantkit.codecs.fp4 import Fp4
 from quantkit.errors import UsageError
+from quantkit.infer import cache_int8
 from quantkit.infer.attention import Look, Pages, State, attend_reference, sdpa
 from quantkit.infer.cache import PagedCache
 from quantkit.infer.cache_int8 import Int8Cache
@@ -301,6 +302,30 @@ def test_continuations_share_their_prompt() -> None:
     assert cache.pool.used == 0
 
 
+def test_a_channel_of_keys_far_from_the_others_keeps_its_detail() -> None:
+    """Qwen 2's key bias: one scale per token loses everything else (0.15), one per channel much of the channel itself (0.038)."""
+    generator = torch.Generator().manual_seed(38)
+    keys, queries = torch.randn(64, 16, generator=generator), torch.randn(32, 16, generator=generator) * 2
+    keys[:, 0] += 100
+    cache = Int8Cache(1, 1, 16, attend_reference)
+    page = cache._make(1)
+    cache_int8._encode(page, 0, torch.stack([keys, torch.zeros(64, 16)])[:, None])
+    found = cache_int8._decode(page, 0)[0][0].T
+    exact, rounded = ((queries @ k.T / 4).softmax(-1) for k in (keys, found))
+    assert float((exact - rounded).abs().sum(-1).mean() / 2) < 0.01
+    held, pages = cache.open(), cache.pool
+    segment = cache.extend(held, 64)
+    for attend_ in ATTEND.values():
+        cache.operation = attend_
+        cache.attend(0, segment, queries[None, :1].expand(1, 64, 16).contiguous(), keys[None], torch.eye(64, 16)[None], Look(0, 0.25, 0.0))
+        cache.commit(segment)
+        last = cache.extend(held, 1)
+        values = cache.attend(0, last, queries[None, :1].contiguous(), keys[None, :1], torch.zeros(1, 1, 16), Look(0, 0.25, 0.0))
+        wanted = torch.cat([queries[:1] @ keys.T, queries[:1] @ keys[:1].T], 1).div(4).softmax(-1)[:, :64] @ torch.eye(64, 16)
+        assert (values[0] - wanted).abs().max() < 0.02
+    assert pages.used == 1
+
+
 def test_a_rollback_in_8_bits_keeps_what_it_can() -> None:
     cache = Int8Cache(1, 2, 64, attend_reference)
     held, _ = fill(cache, 100, 100)
@@ -511,6 +536,29 @@ def test_sampling_keeps_what_it_should() -> None:
 
 
 # --- commands
+
+
+def test_what_a_cache_costs_in_perplexity(quantized: Path, run_cli: Run) -> None:
+    text = str(quantized / "text.txt")
+    Path(text).write_text("the quick brown fox jumps over the lazy dog; " * 60)
+    words = ("eval-ppl", quantized, "--data", text, "--window", 300, "--json")
+    plain = run_cli(*words)[1]
+    for kind in ("plain", "paged", "int8"):
+        code, document, err = run_cli(*words, "--kv-cache", kind, "--reference", quantized)
+        assert code == 0 and f"{kind} cache" in err
+        assert abs(document["perplexity"] / plain["perplexity"] - 1) < (2e-2 if kind == "int8" else 1e-5)
+        assert (document["kl_mean"] > 1e-7) == (kind == "int8")
+    assert run_cli(*words, "--kv-cache", "no")[0] == 2
+
+
+def test_generate_says_what_somebody_should_know(quantized: Path, run_cli: Run, tmp_path: Path) -> None:
+    ends = json.loads((quantized / "generation_config.json").read_text()) | {"eos_token_id": [2, 4000]}
+    (quantized / "generation_config.json").write_text(json.dumps(ends))
+    template = json.loads((quantized / "tokenizer_config.json").read_text()) | {"chat_template": "{{ messages[0].content }}"}
+    (quantized / "tokenizer_config.json").write_text(json.dumps(template))
+    code, document, err = run_cli("generate", quantized, "--prompt", "abc", "--max-new-tokens", 3, "--json")
+    assert code == 0 and "does not have: [4000]" in err and "--chat asks it" in err
+    assert "--chat" not in run_cli("generate", quantized, "--prompt", "abc", "--max-new-tokens", 3, "--chat")[2]
 
 
 def test_generate_prints_the_text_alone(quantized: Path, capsys: pytest.CaptureFixture[str], run_cli: Run, tmp_path: Path) -> None:

@@ -110,9 +110,12 @@ class GgufStore:
     def raw_rows(self, name: str) -> tuple[Tensor, Any] | None:
         """Return a matrix's blocks as stored, uint8 [rows, bytes], rows in the model's order, and its codec; None if there is none."""
         kind = CODEC_OF.get(self.header.tensors[self.tensors[name]].type_id)
-        if kind is None or name in self.expert or len(self.infos[name].shape) != 2:
+        if kind is None or len(self.infos[name].shape) != 2:
             return None
-        data = self.header.read(self.tensors[name], None).reshape(self.infos[name].shape[0], -1)
+        expert = self.expert.get(name)
+        data = self.header.read(self.tensors[name], expert).reshape(self.infos[name].shape[0], -1)
+        if expert is not None:
+            return torch.from_numpy(data), CODECS[kind]  # of experts no rows are moved
         done = self.processor.process(weights=data, name=self.tensors[name], tensor_key_mapping={}, parsed_parameters={}).weights
         return torch.from_numpy(done.copy()), CODECS[kind]
 

@@ -141,12 +141,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key not in self.places:
                 if tensor.shape[:2] != (1, 1):
                     raise NotRecorded(f"a block is given numbers of shape {list(tensor.shape)}")
-                self.inputs.append((index, path, self._place(tensor)))
+                self.inputs.append((index, path, self._place(tensor, 0)))  # filled before the first instruction
 
-    def _place(self, tensor: Tensor) -> Place:
+    def _place(self, tensor: Tensor, born: int | None = None) -> Place:
         if tensor.dtype != torch.float32:
             raise NotRecorded(f"{tensor.dtype} in a block")
-        place = Place(tensor.untyped_storage().nbytes() // 4, len(self.notes))
+        place = Place(tensor.untyped_storage().nbytes() // 4, len(self.notes) if born is None else born)
         self.places[tensor.untyped_storage().data_ptr()] = place
         self.alive.append(tensor)
         return place
@@ -215,6 +215,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def unary(self, name: str, x: Tensor, out: Tensor, number: float = 0.0) -> None:
         """Note out = name(x), element by element."""
+        if not out.numel():
+            return
         source, target = self._operand(x.expand(out.shape) if x.shape != out.shape else x), self._out(out)
         sizes, (so, sx) = _loops(target.shape, [target.strides, source.strides])
         self.notes.append(

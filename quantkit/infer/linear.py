@@ -218,6 +218,28 @@ class Stub(nn.Module):
         return self.value.expand(*x.shape[:-1], self.value.shape[1])
 
 
+class PackedExperts(nn.Module):
+    """The experts of a layer, in the place of transformers' stacks; parts: (gate, up or down, expert) -> its linear."""
+
+    def __init__(self, parts: dict[tuple[str, int], PackedLinear], act_fn: nn.Module) -> None:
+        super().__init__()
+        self.parts, self.act_fn = parts, act_fn
+        self.nbytes = sum(part.nbytes for part in parts.values())
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return float32 [rows, width]; hidden_states [rows, width], the experts of each row and their weights [rows, k].
+
+        A row's experts add up in ascending order, whatever other rows there are.
+        """
+        found = torch.zeros_like(hidden_states)
+        for expert in sorted(set(top_k_index.flatten().tolist())):
+            rows, places = torch.where(top_k_index == expert)
+            x = hidden_states[rows]
+            inner = self.act_fn(self.parts["gate", expert](x)) * self.parts["up", expert](x)
+            found.index_add_(0, rows, self.parts["down", expert](inner) * top_k_weights[rows, places, None])
+        return found
+
+
 class PackedEmbedding(nn.Module):
     """Rows of a packed or bfloat16 matrix, float32 when they are looked up."""
 

@@ -24,6 +24,7 @@ from quantkit.infer.cache_plain import PlainCache
 from quantkit.infer.linear import (
     LANES,
     PackedEmbedding,
+    PackedExperts,
     PackedLinear,
     Planes,
     Stub,
@@ -53,7 +54,7 @@ class Runner:
     def __init__(
         self, loader: Loader, threads: int, compute: str = "fast", head: int = 0, reference: bool = False, stub: bool = False
     ) -> None:
-        if loader.names.stacks or not hasattr(loader.model, "lm_head"):
+        if not hasattr(loader.model, "lm_head"):
             raise PlanError(f"quantkit does not run {type(loader.model).__name__} yet; eval-ppl measures it.")
         self.loader, self.model, self.config = loader, loader.model, loader.model.config.get_text_config()
         self.backend = Backend(loader.device, threads, reference)
@@ -97,6 +98,7 @@ class Runner:
         for index in range(len(self.loader.blocks)):
             for name, module in self.loader.linears(index).items():
                 self._put(f"{self.loader.block_name(index)}.{name}", self._linear(f"{self.loader.block_name(index)}.{name}", module))
+            self._experts(index)
             self._fuse(index)
         self._put(names[id(embedding)], looked)
         output = self._head(weight, shape, tied, head)
@@ -142,28 +144,41 @@ class Runner:
         return linear_of_floats(value, None)
 
     def _linear(self, name: str, module: nn.Module) -> nn.Module:
-        names, store = self.loader.names, self.loader.source.store
-        source = names.to_source[f"{name}.weight"]
-        bias = self.loader.read(names.to_source[f"{name}.bias"]) if getattr(module, "bias", None) is not None else None
+        names = self.loader.names
         if self.stub:
             return Stub(module.weight, is_conv1d(module))
+        bias = self.loader.read(names.to_source[f"{name}.bias"]) if getattr(module, "bias", None) is not None else None
+        return self._packed(names.to_source[f"{name}.weight"], bias, is_conv1d(module))
+
+    def _experts(self, index: int) -> None:
+        """Replace a block's stacks of experts by packed linears, one for each part of each expert."""
+        stacks: dict[str, dict[tuple[str, int], PackedLinear]] = {}
+        for (stack, part, number), module in self.loader.expert_modules(index).items():
+            stacks.setdefault(stack, {})[part, number] = self._packed(f"{module}.weight", None, False)
+        for stack, parts in stacks.items():
+            name = f"{self.loader.block_name(index)}.{stack}"
+            self._put(name, PackedExperts(parts, self.model.get_submodule(name).act_fn))
+
+    def _packed(self, source: str, bias: Tensor | None, transposed: bool) -> PackedLinear:
+        """Return the linear of a tensor of the source; transposed: transformers keeps it [in, out]."""
+        store = self.loader.source.store
         if isinstance(store, PackedStore) and store.is_packed(source):
             plain = source.removesuffix(".weight")
             activation = store.activation(plain)
             made = linear_from(store.quant(plain), bias, self.make if activation is None else None)
             if activation is not None:
                 made.inputs = (activation[0], activation[1])
-        elif isinstance(store, GgufStore) and not is_conv1d(module) and (raw := store.raw_rows(source)) is not None:
+        elif isinstance(store, GgufStore) and not transposed and (raw := store.raw_rows(source)) is not None:
             planes = _block_planes(*raw) if self.make else None
             shape = (raw[0].shape[0], raw[0].shape[1] // raw[1].size * raw[1].block)
             made = linear_of_planes(planes, shape, bias, self.make) if planes and self.make else linear_of_blocks(*raw, bias)
         else:
-            made = self._dense(store.read(source), bias, module)
+            made = self._dense(store.read(source), bias, transposed)
         self.nbytes += made.nbytes + (0 if bias is None else bias.nbytes)
         return made
 
-    def _dense(self, value: Tensor, bias: Tensor | None, module: nn.Module) -> PackedLinear:
-        value = value.T.contiguous() if is_conv1d(module) else value
+    def _dense(self, value: Tensor, bias: Tensor | None, transposed: bool) -> PackedLinear:
+        value = value.T.contiguous() if transposed else value
         if self.make is not None and value.dtype == torch.bfloat16 and value.shape[1] % LANES == 0:
             return linear_of_planes(planes_of_floats(value), (value.shape[0], value.shape[1]), bias, self.make)
         return linear_of_floats(value, bias)
