@@ -556,7 +556,7 @@ def test_generate_says_what_somebody_should_know(quantized: Path, run_cli: Run, 
     (quantized / "generation_config.json").write_text(json.dumps(ends))
     template = json.loads((quantized / "tokenizer_config.json").read_text()) | {"chat_template": "{{ messages[0].content }}"}
     (quantized / "tokenizer_config.json").write_text(json.dumps(template))
-    code, document, err = run_cli("generate", quantized, "--prompt", "abc", "--max-new-tokens", 3, "--json")
+    code, _, err = run_cli("generate", quantized, "--prompt", "abc", "--max-new-tokens", 3, "--json")
     assert code == 0 and "does not have: [4000]" in err and "--chat asks it" in err
     assert "--chat" not in run_cli("generate", quantized, "--prompt", "abc", "--max-new-tokens", 3, "--chat")[2]
 

@@ -46,6 +46,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 PLUGINS = ("codecs", "methods")
 # The command line's options are plain data that both may read.
 PLAIN = {"quantkit.commands._options", "quantkit.methods._options"}
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
 MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_PARAMETERS = 400, 60, 250, 8
 
 
@@ -118,17 +119,17 @@ def test_environment_is_read_only_by_the_command_line() -> None:
             assert not re.search(r"os\.(environ|getenv)", path.read_text(encoding="utf-8")), path
 
 
-def test_readme_shows_the_tree() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = next(part for part in readme.split("```") if part.strip().startswith("quantkit/\n"))
+def test_contributing_shows_the_tree() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    block = next(part for part in text.split("```") if part.strip().startswith("quantkit/\n"))
     shown = set(re.findall(r"^  (\w+(?:\.py|/))", block, re.MULTILINE))
     real = {p.name for p in PACKAGE.glob("*.py") if not p.name.startswith("__")}
     real |= {p.name + "/" for p in PACKAGE.iterdir() if p.is_dir() and not p.name.startswith("__")}
     assert shown == real
 
 
-def test_readme_names_real_commands_and_flags() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_pages_name_real_commands_and_flags() -> None:
+    readme = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
     helps = {
         name: run_help(name)
         for name in (
@@ -184,5 +185,5 @@ def test_help_is_fast_and_imports_no_torch(words: tuple[str, ...]) -> None:
 
 def test_the_project_speaks_of_itself_alone() -> None:
     words = re.compile(r"\.\./shared|/work/|sandbox", re.IGNORECASE)
-    for path in [*FILES, ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "Makefile", ROOT / "pyproject.toml"]:
+    for path in [*FILES, *PAGES, ROOT / "CHANGELOG.md", ROOT / "Makefile", ROOT / "pyproject.toml"]:
         assert not words.search(path.read_text(encoding="utf-8")), path
