@@ -6,6 +6,7 @@ kernel's own numbers. Threads meet by counting up one number: nothing is asked o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -23,8 +24,10 @@ from quantkit.backends.cpu import integer
 from quantkit.backends.cpu._jit import SETTINGS, jit
 from quantkit.backends.cpu.instructions import BINARY, KERNELS, MAKERS, UNARY, WIDTH
 from quantkit.backends.cpu.linear import CONSTANT, OFFSETS, ZEROS, factor_of, span_of
+from quantkit.errors import BackendError
 
 ROWS = 64  # of the batch that go through all instructions together: their arena stays in the cache
+OPEN = 1 << 60  # arrivals that nobody waits for
 SPINS = 4000  # looks at the gate before a thread lets others run
 SIGNATURE = types.void(*[types.int64] * 7)
 CODES = {"unary": UNARY, "binary": BINARY}
@@ -148,16 +151,23 @@ class Program:
         self.gate[0] = 0
         fixed = (self.table.ctypes.data, self.arena.data_ptr(), 4 * self.floats, rows)
         more = (self.threads, live.ctypes.data, self.gate.ctypes.data)
-        others = (
-            [self.pool.submit(partial(_run, self.table, *fixed, thread, *more)) for thread in range(1, self.threads)] if self.pool else []
-        )
-        _run(self.table, *fixed, 0, *more)
+        others = []
+        try:
+            for thread in range(1, self.threads):
+                assert self.pool is not None
+                others.append(self.pool.submit(partial(_run, self.table, *fixed, thread, *more)))
+            _run(self.table, *fixed, 0, *more)
+        finally:  # an interrupt may come before this thread began: nobody waits for it then
+            self.gate[0] = OPEN
         for other in others:
             other.result()
 
 
 def program(threads: int) -> Callable[[Any], Program]:
     """Return a maker of programs for `threads` threads from recordings (`quantkit.infer.capture.Recording`, laid out)."""
+
+    if sys.platform == "win32":
+        raise BackendError("threads cannot wait for each other in kernels on Windows")
 
     def make(recording: Any) -> Program:
         table = np.zeros((len(recording.notes), WIDTH), np.int64)
