@@ -1,7 +1,8 @@
 """Pages of 8 bits: keys per channel over a page of 64 tokens, values per token; the last, unfinished page stays in float32.
 
 A bias on keys, as in Qwen 2, is some hundred times the rest in a few channels of a head, and the rotary embedding turns it, so that no
-offset takes it away (nor does bfloat16 hold it well enough: the tail is float32). The channels of a head with the largest scales therefore hold 16 bits: a second byte, 1/256 of the first.
+offset takes it away (nor does bfloat16 hold it well enough: the tail is float32). The channels of a head with the largest scales therefore
+hold 16 bits: a second byte, 1/256 of the first.
 
 A row always sees the tokens of its own page as they were and those of earlier pages rounded, whether it comes alone or in a
 chunk: a chunk is cut where a page ends. So a prompt in one piece and token by token give the same numbers.
