@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import resource
 import subprocess
@@ -162,6 +163,13 @@ def test_pages_name_real_commands_and_flags() -> None:
                 assert flag in helps[match[1]], f"{flag} is no flag of {match[1]}"
     for flag in set(re.findall(r"`(--[a-z-]+)", readme)):
         assert any(flag in text for text in helps.values()) or flag == "--help", flag
+
+
+def test_the_page_of_commands_is_what_the_code_says() -> None:
+    done = subprocess.run([sys.executable, "-c", "import commands; print(commands.text(), end='')"], cwd=ROOT / "docs", capture_output=True,
+                          text=True, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'docs'}"}, check=True)  # fmt: skip
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert done.stdout == page, "run python docs/commands.py"
 
 
 def run_help(*words: str) -> str:
