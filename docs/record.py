@@ -2,7 +2,7 @@
 
     python docs/record.py docs/demo.svg
 
-Runs the README's two commands on the built-in model, in a terminal of 100 columns, and keeps what they print in the end.
+Runs the README's two commands on the built-in model, in a terminal, and keeps what they print in the end.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-WIDTH = 100
+WIDTH = 112
 COMMANDS = (
     ("quantkit gptq smollm2-135m --bits 4 --samples 16 -o smollm2-gptq", 16),
-    ('quantkit generate smollm2-gptq --prompt "The three largest planets of the solar system are"', 6),
+    ('quantkit generate smollm2-gptq --chat --prompt "What is the capital of France?"', 6),
 )
 
 

@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.unary("gelu_tanh" if kwargs.get("approximate") == "tanh" else "gelu", args[0], out)
         elif name == "pow" and isinstance(args[1], (int, float)) and float(args[1]) in POWERS:
             self.unary(POWERS[float(args[1])], args[0], out)
-        elif name == "mean" and list(args[1]) in ([-1], [args[0].dim() - 1]):
+        elif name == "mean" and len(args) > 1 and list(args[1]) in ([-1], [args[0].dim() - 1]):
             self._mean(args[0], out)
         elif name == "native_layer_norm":
             self._layer_norm(args, out[0])
