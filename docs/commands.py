@@ -1,6 +1,6 @@
 """Write docs/commands.md from the command line itself: every command with its flags, as --help prints them.
 
-    python docs/commands.py
+python docs/commands.py
 """
 
 from __future__ import annotations

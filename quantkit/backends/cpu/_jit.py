@@ -21,6 +21,11 @@ def jit(function: Callable[..., Any]) -> Any:
         return njit(**SETTINGS)(function)
 
 
+def inlined(function: Callable[..., Any]) -> Any:
+    """Compile what becomes part of each of its callers, however many there are: a vector handed over in memory costs more than its sum."""
+    return njit(forceinline=True, **SETTINGS)(function)
+
+
 def is_kept(module: ModuleType) -> bool:
     """Tell whether a module's kernels are kept on disk, so that the next process need not compile them."""
     kernels: list[Any] = [value for value in vars(module).values() if isinstance(value, Dispatcher)]

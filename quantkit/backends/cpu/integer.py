@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic, models, register_model
 
-from quantkit.backends.cpu._jit import jit
+from quantkit.backends.cpu._jit import inlined, jit
 from quantkit.backends.cpu._vector import LANES, fill, load_at, size, store_at, where
 
 WIDE = 16
@@ -201,7 +201,7 @@ four_1, four_2, four_4 = (intrinsic(_block(4, count)) for count in (1, 2, 4))
 eight_1, eight_2, eight_4 = (intrinsic(_block(8, count)) for count in (1, 2, 4))
 
 
-@jit
+@inlined
 def _add_block(
     total: Any, codes: Any, at: int, x: Any, xat: int, start: Any, sat: int, scales: Any, first: int, kind: Any, share: Any
 ) -> Any:  # fmt: skip
@@ -271,7 +271,7 @@ def prepare(x: Any, at: int, columns: int, group: int, kind: Any, m: int, ready:
 
 
 @jit
-def multiply(ready: Any, weight: Any, kind: Any, share: Any, first: int, last: int, m: int, count: int, out: Any, step_out: int) -> None:
+def _alone(ready: Any, weight: Any, kind: Any, share: Any, first: int, last: int, m: int, count: int, out: Any, step_out: int) -> None:
     """Fill columns first..last of rows m to m + count - 1 of out, flat, rows `step_out` numbers apart; weight as in `linear.one`."""
     halves, start, factors, sums = ready
     packed, scales, zeros, offsets, mode = weight
@@ -299,6 +299,61 @@ def multiply(ready: Any, weight: Any, kind: Any, share: Any, first: int, last: i
                 g += WIDE
             out[to] = add_up(total)
             to += step_out
+
+
+@jit
+def _four(ready: Any, weight: Any, kind: Any, share: Any, first: int, last: int, m: int, out: Any, step_out: int) -> None:
+    """Fill columns first..last of rows m to m + 3 of out: each as `_alone` does it, from the same unpacked blocks."""
+    halves, start, factors, sums = ready
+    packed, scales, zeros, offsets, mode = weight
+    groups, bytes_, per = scales.shape[1], packed.shape[1], len(share)
+    blocks, step = start.shape[1] // WIDE, 256 if len(kind) == 4 else 128
+    codes, scale, zero, move = packed.reshape(-1), scales.reshape(-1), zeros.reshape(-1), offsets.reshape(-1)
+    x, begin, factor, some = halves.reshape(-1), start.reshape(-1), factors.reshape(-1), sums.reshape(-1)
+    pitch, xs, ss = factors.shape[1], blocks * step, blocks * WIDE
+    for row in range(first, last):
+        at, b, g = row * bytes_, 0, 0
+        t0, t1, t2, t3 = nothing(), nothing(), nothing(), nothing()
+        while b < blocks:
+            u, v = row * groups + g, m * pitch + g
+            s0 = scales_at(scale, u, factor, v)
+            s1 = scales_at(scale, u, factor, v + pitch)
+            s2 = scales_at(scale, u, factor, v + 2 * pitch)
+            s3 = scales_at(scale, u, factor, v + 3 * pitch)
+            if mode == 1:
+                t0 = add_zeros(t0, s0, zero, u, some, v)
+                t1 = add_zeros(t1, s1, zero, u, some, v + pitch)
+                t2 = add_zeros(t2, s2, zero, u, some, v + 2 * pitch)
+                t3 = add_zeros(t3, s3, zero, u, some, v + 3 * pitch)
+            elif mode == 2:
+                t0 = add_offsets(t0, move, u, some, v)
+                t1 = add_offsets(t1, move, u, some, v + pitch)
+                t2 = add_offsets(t2, move, u, some, v + 2 * pitch)
+                t3 = add_offsets(t3, move, u, some, v + 3 * pitch)
+            stop, k = min(b + WIDE // per, blocks), 0
+            while b < stop:
+                p, q = (m * blocks + b) * step, (m * blocks + b) * WIDE
+                t0 = _add_block(t0, codes, at + BLOCK_BYTES * b, x, p, begin, q, s0, k, kind, share)
+                t1 = _add_block(t1, codes, at + BLOCK_BYTES * b, x, p + xs, begin, q + ss, s1, k, kind, share)
+                t2 = _add_block(t2, codes, at + BLOCK_BYTES * b, x, p + 2 * xs, begin, q + 2 * ss, s2, k, kind, share)
+                t3 = _add_block(t3, codes, at + BLOCK_BYTES * b, x, p + 3 * xs, begin, q + 3 * ss, s3, k, kind, share)
+                b += 1
+                k += per
+            g += WIDE
+        to = m * step_out + row
+        out[to] = add_up(t0)
+        out[to + step_out] = add_up(t1)
+        out[to + 2 * step_out] = add_up(t2)
+        out[to + 3 * step_out] = add_up(t3)
+
+
+@jit
+def multiply(ready: Any, weight: Any, kind: Any, share: Any, first: int, last: int, m: int, count: int, out: Any, step_out: int) -> None:
+    """Fill columns first..last of rows m to m + count - 1 of out, flat, rows `step_out` numbers apart; weight as in `linear.one`."""
+    if count == 4:
+        _four(ready, weight, kind, share, first, last, m, out, step_out)
+    else:
+        _alone(ready, weight, kind, share, first, last, m, count, out, step_out)
 
 
 def sizes(columns: int, group: int, bits: int) -> tuple[int, int, int]:
