@@ -156,7 +156,7 @@ def _bytes(source: Source) -> int:
 
 
 def _document(results: list[dict[str, Any]], reference: dict[str, Any] | None, asked: EvalOptions) -> dict[str, Any]:
-    document: dict[str, Any] = {"command": "eval-ppl", "data": asked.data}
+    document: dict[str, Any] = {"command": "eval-ppl", "data": asked.data, "kv_cache": asked.kv_cache}
     document |= results[0] if len(results) == 1 else {"results": results}
     return {**document, "reference": reference} if reference else document
 
