@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.codecs.affine import Affine
-from quantkit.errors import SourceError
+from quantkit.errors import PlanError, SourceError
 from quantkit.formats import FORMATS, _safetensors
 from quantkit.formats._bits import fields_per_period, pack, unpack
 from quantkit.formats.store import SafetensorsStore
@@ -149,3 +149,12 @@ def test_zero_points_of_both_versions(tmp_path: Path) -> None:
         assert not hand_made(tmp_path, bits, code, v2, "gptq_v2").read("m.weight").any()
         with pytest.raises(SourceError, match="version 2 zeros"):
             hand_made(tmp_path, bits, code, v2, "gptq").read("m.weight")
+
+
+def test_words_that_are_no_matrix_of_integers_reach_no_kernel() -> None:
+    for words in (torch.zeros(1, 4, 64, dtype=torch.int32), torch.zeros(16, 4, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)):
+        with pytest.raises(PlanError, match="32-bit integers"):
+            unpack(words, 4)
+    for values in (torch.zeros(8, 4, 2, dtype=torch.uint8), torch.zeros(8, 4)):
+        with pytest.raises(PlanError, match="matrix of bytes"):
+            pack(values, 4)

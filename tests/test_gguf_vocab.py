@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from quantkit.errors import PlanError, SourceError
 from quantkit.formats import _sentencepiece as sp
 from quantkit.formats._gguf import read_header
 from quantkit.formats.gguf_tokenizer import SPLITS
-from quantkit.formats.gguf_vocab import find_pre_tokenizer
+from quantkit.formats.gguf_vocab import find_pre_tokenizer, save_extras
 
 NASTY = "def f(x):\n    return x**2  # 1234567 été\n\n\n \t<s> 你好，世界！🦙🦙 3.14159 don't I'LL  </s>  end   "
 
@@ -145,3 +146,15 @@ def test_a_tokenizer_that_cannot_be_parsed_is_named(llama: Path, tmp_path: Path,
     code, _, err = run_cli("export-gguf", llama, "-o", tmp_path / "m.gguf")
     assert code == 1
     assert "no usable tokenizer" in err
+
+
+@pytest.mark.parametrize(
+    ("scores", "kinds", "words"),
+    [([0.0, 0.0], [1, -7], "-7 is no type"), ([0.0, 1e300], [1, 6], "no SentencePiece"), ([0.0, "x"], [1, 6], "no S")],
+)
+def test_a_vocabulary_that_makes_no_sentencepiece_model_is_refused(scores: Any, kinds: Any, words: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    held = {"model": "llama", "tokens": ["a", "b"], "scores": scores, "token_type": kinds}
+    header = SimpleNamespace(path="m.gguf", keys={}, get=lambda key, default=None: held.get(key.removeprefix("tokenizer.ggml."), default))
+    with pytest.raises(SourceError, match=words):
+        save_extras(header, tmp_path)  # type: ignore[arg-type]

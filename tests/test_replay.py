@@ -14,17 +14,19 @@ from torch import Tensor, nn
 
 from quantkit.backends.cpu import integer, program
 from quantkit.backends.cpu.linear import packed_linear
+from quantkit.codecs.affine import Affine
 from quantkit.errors import SourceError
 from quantkit.formats import _safetensors as st
 from quantkit.infer.cache import PagedCache
 from quantkit.infer.capture import NotRecorded, Recorder, Recording
 from quantkit.infer.decode import Engine, Request
-from quantkit.infer.linear import Planes, pack_planes, planes_reference, with_room
+from quantkit.infer.linear import Planes, pack_planes, planes_of, planes_reference, with_room
 from quantkit.infer.medusa import Medusa, MedusaHeads
 from quantkit.infer.model import Runner
 from quantkit.infer.sampling import Sampling
 from quantkit.loader import Loader
 from quantkit.source import resolve
+from quantkit.tensors import QuantTensor
 
 Run = Callable[..., tuple[int, Any, str]]
 IDS = torch.randint(3, 250, (70,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -324,3 +326,10 @@ def test_heads_are_carried_into_artifacts_and_bad_ones_are_named(with_heads: Pat
     with pytest.raises(SourceError, match="no part of a Medusa head"):
         MedusaHeads(with_heads, 64, 320)
     assert json.loads((tmp_path / "q" / "quantkit.json").read_text())["carried"].count("medusa_lm_head.safetensors") == 1
+
+
+def test_scales_that_do_not_go_with_their_codes_reach_no_kernel() -> None:
+    codes, zero = torch.zeros(4, 64, dtype=torch.uint8), torch.full((4, 2), 8, dtype=torch.uint8)
+    for scale in (torch.ones(4, 3), torch.ones(3, 2)):
+        with pytest.raises(SourceError, match="do not go with"):
+            planes_of(QuantTensor(codes, {"scale": scale, "zero": zero}, Affine(4, 32, True)))

@@ -29,6 +29,8 @@ def pack(values: Tensor, bits: int, order: Sequence[int] = IN_ORDER, last: bool 
 
     order: the value that each field of a run of eight holds. last: the words as [m, n * bits / 32] instead.
     """
+    if values.dim() != 2 or values.dtype != torch.uint8:
+        raise PlanError(f"Fields are a matrix of bytes, not {values.dtype} {list(values.shape)}.")
     if values.shape[0] % fields_per_period(bits) or (values.shape[0] % 8 and tuple(order) != IN_ORDER):
         raise PlanError(f"{values.shape[0]} fields of {bits} bits do not fill whole words.")
     return kernels(values.device).op("pack_fields", pack_reference)(values, bits, order, last)  # type: ignore[no-any-return]
@@ -36,6 +38,8 @@ def pack(values: Tensor, bits: int, order: Sequence[int] = IN_ORDER, last: bool 
 
 def unpack(words: Tensor, bits: int, order: Sequence[int] = IN_ORDER, last: bool = False) -> Tensor:
     """Return uint8 [n, m] from int32 [n * bits / 32, m], of any strides; the inverse of `pack`. last: as [m, n] instead."""
+    if words.dim() != 2 or words.dtype != torch.int32:  # a kernel believes it
+        raise PlanError(f"Packed words are a matrix of 32-bit integers, not {words.dtype} {list(words.shape)}.")
     if words.shape[0] * 32 % bits or (words.shape[0] * 32 // bits % 8 and tuple(order) != IN_ORDER):
         raise PlanError(f"{words.shape[0]} words do not hold whole fields of {bits} bits.")
     return kernels(words.device).op("unpack_fields", unpack_reference)(words, bits, order, last)  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from pathlib import Path
 from quantkit.errors import SourceError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+KINDS = range(BYTE + 1)  # 0 says nothing
 VARINT, EIGHT_BYTES, BYTES, FOUR_BYTES = 0, 1, 2, 5
 
 

@@ -308,8 +308,11 @@ def save_extras(header: Header, folder: Path) -> None:
         tokens, scores, kinds = (header.get(f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type"))
         if not all(isinstance(part, list) and len(part) == len(tokens) for part in (tokens, scores, kinds)):
             raise SourceError(f"{header.path}: its tokens, scores and token types are no lists of one length. The file is damaged.")
-        pieces = [
-            sp.Piece(token.encode("utf-8", "surrogateescape"), score, kind)
-            for token, score, kind in zip(tokens, scores, kinds, strict=True)
-        ]
-        sp.write_pieces(folder / "tokenizer.model", pieces, bool(header.get("tokenizer.ggml.add_space_prefix", True)))
+        if strange := [kind for kind in kinds if kind not in sp.KINDS]:
+            raise SourceError(f"{header.path}: {strange[0]!r} is no type of a token. The file is damaged.")
+        with foreign(f"{header.path}: its tokens make no SentencePiece model"):
+            pieces = [
+                sp.Piece(token.encode("utf-8", "surrogateescape"), score, kind)
+                for token, score, kind in zip(tokens, scores, kinds, strict=True)
+            ]
+            sp.write_pieces(folder / "tokenizer.model", pieces, bool(header.get("tokenizer.ggml.add_space_prefix", True)))

@@ -19,6 +19,7 @@ from quantkit.codecs._levels import SCALE_DTYPES
 from quantkit.codecs.affine import Affine
 from quantkit.codecs.bnb import Bnb4
 from quantkit.codecs.float8 import Float8
+from quantkit.errors import SourceError
 from quantkit.tensors import QuantTensor
 
 LANES = 32
@@ -83,10 +84,12 @@ def planes_of(tensor: QuantTensor) -> Planes | None:
     group = codec.width(columns)
     if columns % LANES or (group % LANES and group != 16):
         return None
-    scale = tensor.params["scale"]
+    scale, zero = tensor.params["scale"], tensor.params["zero"]
+    if scale.shape != (len(codes), columns // group) or zero.shape != scale.shape:  # a kernel believes it
+        held = f"scales {list(scale.shape)}, zeros {list(zero.shape)}"
+        raise SourceError(f"Codes {list(codes.shape)} in groups of {group} do not go with {held}.")
     if bool((scale.abs() > 65504).any()):
         return None
-    zero = tensor.params["zero"]
     constant = bool((zero == codec.middle).all())
     made = Planes(codec.bits, group, pack_planes(codes, codec.bits), scale.to(torch.float16).contiguous(),
                   None if constant else zero.contiguous(), None, codec.middle if constant else 0, order)  # fmt: skip

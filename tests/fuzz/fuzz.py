@@ -215,7 +215,10 @@ class Fuzzer:
         for index in indices:
             rng = random.Random(f"{self.seed}:{index}")
             kind = rng.choice(kinds)
-            edits, what = mutate(rng, self.seeds[kind], self.box.parent / "outside")
+            try:
+                edits, what = mutate(rng, self.seeds[kind], self.box.parent / "outside")
+            except MemoryError:  # an input that is too large to be made
+                continue
             yield index, kind, edits, what, rng.random() < FULL
 
     def replay(self, folder: Path) -> None:
