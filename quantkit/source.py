@@ -37,6 +37,7 @@ WEIGHT_FILES = re.compile(r"(\.safetensors|\.bin|\.pth|\.pt|\.gguf|\.h5|\.msgpac
 HUGE_ID = re.compile(rb'"(?!(?:max_length|stride|pad_to_multiple_of)")[^"]*"\s*:\s*(-?\d{8,})\s*[,}\]]')
 COUNTS = re.compile(r"(num_(hidden_|encoder_|decoder_)?layers|(encoder|decoder)_layers|n_layers?|num_labels)")
 MANY = 1 << 16
+LONGEST = 1 << 13  # entries of a list in config.json: layers, rotary factors, labels, ids that end a text
 NO_MERGES = re.compile(rb'"merges"\s*:\s*\[\s*\]')
 BYTE_TOKENS = 260  # single bytes and a few marks: a vocabulary that needs no merges
 FLOATS = {"F32", "F16", "BF16"}
@@ -316,3 +317,5 @@ def _bound_counts(config: dict[str, Any], tensors: int, where: Path) -> None:
             _bound_counts(value, tensors, where)
         elif COUNTS.fullmatch(key) and isinstance(value, (int, float)) and value > (MANY if key == "num_labels" else tensors):
             raise SourceError(f"{where} says {key} {value:g}, but the checkpoint holds {tensors} tensors: the two do not belong together.")
+        elif isinstance(value, list) and len(value) > LONGEST:
+            raise SourceError(f"{where} has {len(value)} entries in {key}. The file is damaged.")

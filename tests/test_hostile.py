@@ -38,6 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "architectures of nothing": {"architectures": [7]},
     "layers without end": {"num_hidden_layers": 10**8},
     "labels without end": {"num_labels": 10**8},
+    "ids without end": {"eos_token_id": [0] * 100_000},
     "a rope of a string": {"rope_parameters": "long"},
     "an unknown rope": {"rope_parameters": {"rope_type": "wobble", "factor": 8.0, "rope_theta": 1e4}},
     "a quantization of a number": {"quantization_config": 4},
