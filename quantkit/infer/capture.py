@@ -123,7 +123,7 @@ def at_path(value: Any, path: tuple[Any, ...]) -> Tensor:
 
 @dataclass(eq=False)
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what happens to one row. heads: of keys and values."""
+    """Notes what happens to one row: storages that the blocks are given or make are places, all others constants."""
 
     notes: list[Note] = field(default_factory=list)
     places: dict[int, Place] = field(default_factory=dict)
@@ -169,15 +169,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flat = [*args, *(args[0] if args and isinstance(args[0], (list, tuple)) else ())]
         if not any(self._is_live(value) for value in flat):
             return out
-        first = next(value for value in flat if self._is_live(value))
         if isinstance(out, Tensor) and self._is_live(out) and not name.endswith("_"):
             return out  # a view
         if isinstance(out, (list, tuple)) and all(self._is_live(part) for part in out):
             return out  # views
-        self._note(name, args, kwargs, out, first)
+        self._note(name, args, kwargs, out)
         return out
 
-    def _note(self, name: str, args: Any, kwargs: dict[str, Any], out: Any, first: Tensor) -> None:
+    def _note(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         if name == "cat":
             self._cat(args[0], args[1] if len(args) > 1 else 0, out)
         elif name in UNARY:
@@ -252,7 +251,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _layer_norm(self, args: Any, out: Tensor) -> None:
         x, shape, weight, bias, epsilon = args
-        if len(shape) != 1 or weight is None or bias is None:
+        if len(shape) != 1 or weight is None or bias is None or weight.dtype != torch.float32:
             raise NotRecorded("a layer norm without weight or bias")
         source, target = self._operand(x), self._out(out)
         runs, stride = self._runs(x, shape[0])

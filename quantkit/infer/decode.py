@@ -153,8 +153,8 @@ class Engine:
 
     def _check(self, request: Request, draft: Any, rows: Tensor, states: Tensor, segment: Segment) -> None:
         proposed = draft.tokens if draft else []
-        new: list[int] = []
-        for index, row in enumerate(rows):
+        new = _greedy(rows, proposed) if request.sampling.is_greedy else []
+        for index, row in enumerate(rows if not new else ()):
             share = self._share(request, row, new)
             if index == len(proposed):
                 new.append(request.sampling.draw(share, request.generator))
@@ -187,6 +187,13 @@ class Engine:
     def _stopped(self, request: Request) -> bool:
         tail = self.tokenizer.decode(request.output[-64:], skip_special_tokens=True)
         return any(stop in tail for stop in request.stops)
+
+
+def _greedy(rows: Tensor, proposed: Sequence[int]) -> list[int]:
+    """Return the likeliest tokens of rows, up to the first that a draft did not guess."""
+    best: list[int] = rows.argmax(-1).tolist()
+    same = next((index for index, token in enumerate(proposed) if token != best[index]), len(proposed))
+    return best[: same + 1]
 
 
 def text_of(tokenizer: Any, request: Request) -> str:

@@ -27,6 +27,11 @@ class Sampling:
                 "Sampling needs --temperature and --top-k from 0 on, --top-p in (0, 1], --min-p in [0, 1], --repetition-penalty above 0."
             )
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the largest logit is the next token, whatever came before."""
+        return self.temperature == 0 and self.penalty == 1
+
     def probabilities(self, logits: Tensor, seen: Sequence[int] = ()) -> Tensor:
         """Return what the next token is drawn from, float32 [vocabulary], for logits [vocabulary] and the tokens so far."""
         scores = logits.to(torch.float32).clone()

@@ -110,7 +110,7 @@ def _run(table: Any, first: int, arena: int, pitch: int, rows: int, thread: int,
 
 
 class Program:
-    """Instructions and their arena. floats: numbers of a pitch; width: of the states that go in and come out.
+    """Instructions and their arena. floats: numbers of a pitch.
 
     table: int64 [instructions, WIDTH]; held: what the addresses in it point to.
     """
