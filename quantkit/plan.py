@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from quantkit.codecs import CODECS, GGML_TYPES
+from quantkit.codecs._grid import GROUPS
 from quantkit.codecs._levels import SCALE_DTYPES
-from quantkit.codecs.affine import GROUPS, Affine
+from quantkit.codecs.affine import Affine
 from quantkit.errors import PlanError, StrictError, UsageError, name_list
 from quantkit.families import FUSED_AT_RUN_TIME, KEEP_ALWAYS, family
 from quantkit.formats._safetensors import CODES, DTYPES, TensorInfo

@@ -6,6 +6,7 @@ whatever its module stores (a Conv1D's is transposed at the seam).
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -244,3 +245,8 @@ class PlanRow:
     transposed: bool = False
     block: int = -1
     stack: tuple[str, int, str] | None = None
+
+
+def bits_of(number: float) -> int:
+    """Return the bits of a float64 as an int64: how instructions of a recorded step hold it."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])

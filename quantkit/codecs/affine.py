@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from quantkit.codecs._activations import Activation
+from quantkit.codecs._grid import require_grid
 from quantkit.codecs._levels import SCALE_DTYPES
 from quantkit.errors import PlanError, UsageError
 from quantkit.tensors import Grid, QuantTensor
 
-BITS = (2, 3, 4, 8)
-GROUPS = (16, 32, 64, 128, -1)
 # The smallest scale worth having: normal in float16, so that no group's step loses precision.
 MIN_SCALE = 2.0**-14
 
@@ -39,10 +38,7 @@ class Affine:
     def __post_init__(self) -> None:
         if self.activations != "none" and (self.bits != 8 or self.group != -1):
             raise UsageError("--activations int8 kernels want weights of 8 bits in whole rows: --bits 8 --group-size -1.")
-        if self.bits not in BITS:
-            raise UsageError(f"--bits {self.bits} cannot be. Known: {', '.join(map(str, BITS))}.")
-        if self.group not in GROUPS:
-            raise UsageError(f"--group-size {self.group} cannot be. Known: {', '.join(map(str, GROUPS))} (-1: one group per row).")
+        require_grid(self.bits, self.group)
 
     name = "affine"
 

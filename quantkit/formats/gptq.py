@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.codecs.affine import BITS, Affine
+from quantkit.codecs._grid import BITS
+from quantkit.codecs.affine import Affine
 from quantkit.errors import SourceError, UsageError
 from quantkit.formats._bits import fields_per_period, pack, unpack
 from quantkit.formats._packed import PackedStore, group_of

@@ -8,7 +8,6 @@ beside the blocks themselves before it is used.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from quantkit.infer.attention import Look
 from quantkit.infer.linear import PackedLinear, Stub
+from quantkit.tensors import bits_of
 
 ALIGN = 32  # numbers
 UNARY = {"neg": "neg", "silu": "silu", "sigmoid": "sigmoid", "tanh": "tanh", "exp": "exp", "rsqrt": "rsqrt", "sqrt": "sqrt", "relu": "relu",
@@ -98,11 +98,6 @@ class Recording:
             place.offset = offset
             laid.append(place)
             self.floats = max(self.floats, offset + -(-place.numbers // ALIGN) * ALIGN)
-
-
-def bits_of(number: float) -> int:
-    """Return the bits of a float64 as an int64."""
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
 def tensors_in(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from quantkit.codecs._grid import require_grid
 from quantkit.errors import UsageError
 
 ORDERS = ("group", "full", "none")
@@ -16,8 +17,6 @@ ACTIVATIONS = ("none", "dynamic", "static")
 CODECS = ("affine", "fp8", "nf4", "fp4", "llm-int8", "mxfp4", "nvfp4")
 STRATEGIES = ("tensor", "channel", "block")
 THEN = ("rtn", "gptq", "none")
-BITS = (2, 3, 4, 8)
-GROUPS = (16, 32, 64, 128, -1)
 
 
 def option(default: Any, text: str, *, short: str = "", choices: tuple[str, ...] = ()) -> Any:
@@ -42,10 +41,7 @@ class WeightOptions:
     override: tuple[str, ...] = option((), "REGEX=bits:N,group:N,sym:yes|no: another grid for some modules (repeatable, first match wins).")
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise UsageError(f"--bits {self.bits} cannot be. Known: {', '.join(map(str, BITS))}.")
-        if self.group_size not in GROUPS:
-            raise UsageError(f"--group-size {self.group_size} cannot be. Known: {', '.join(map(str, GROUPS))} (-1: one group per row).")
+        require_grid(self.bits, self.group_size)
 
 
 @dataclass(frozen=True)

@@ -246,18 +246,6 @@ def half_at(typing: Any, array: Any, offset: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def load_halves(typing: Any, array: Any, offset: Any) -> Any:
-    """Return LANES elements of a uint16 array as the float16 numbers they hold."""
-
-    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = _at(context, builder, sig.args[0], args[0], args[1], ir.IntType(16), LANES)
-        halves = builder.bitcast(pointer, ir.VectorType(ir.HalfType(), LANES).as_pointer())
-        return builder.fpext(builder.load(halves, align=2), FLOATS)
-
-    return VECTOR(array, types.intp), build
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c, rounded once where the processor can: for products, not for codes."""
 

@@ -25,6 +25,7 @@ from quantkit.backends.cpu._jit import SETTINGS, jit
 from quantkit.backends.cpu.instructions import BINARY, KERNELS, MAKERS, UNARY, WIDTH
 from quantkit.backends.cpu.linear import CONSTANT, OFFSETS, ZEROS, factor_of, span_of
 from quantkit.errors import BackendError
+from quantkit.tensors import bits_of
 
 ROWS = 64  # of the batch that go through all instructions together: their arena stays in the cache
 OPEN = 1 << 60  # arrivals that nobody waits for
@@ -196,8 +197,4 @@ def _weight(planes: Any) -> tuple[list[int], list[int]]:
     mode = OFFSETS if planes.offset is not None else ZEROS if planes.zero is not None else CONSTANT
     parts = [0 if part is None else part.data_ptr() for part in (planes.packed, planes.scale, planes.zero, planes.offset)]
     before = [planes.packed.shape[0], planes.scale.shape[1], planes.group, span_of(planes.group)[1]]
-    return before, [*parts, mode, planes.middle, _bits_of(factor_of(mode, planes.group, planes.middle))]
-
-
-def _bits_of(number: float) -> int:
-    return int(np.array(number, np.float64).view(np.int64))
+    return before, [*parts, mode, planes.middle, bits_of(factor_of(mode, planes.group, planes.middle))]
